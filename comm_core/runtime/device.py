@@ -1,0 +1,107 @@
+"""What a device is called and how to reach its streams and events: cpu, cuda or musa.
+
+This file (with the gpu backend and the platform layer of megatron_patch) is the only one that names a device
+module. MUSA is prepared: torch_musa registers `torch.musa` with the calls used here; it has not been run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from comm_core.runtime.errors import MissingPackageError, UsageError
+
+KINDS = ("cpu", "cuda", "musa")
+_COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
+
+
+def accelerator(kind: str) -> Any:
+    """The torch module of an accelerator kind (`torch.cuda`, `torch.musa`).
+
+    Raises:
+        MissingPackageError: "musa" without torch_musa.
+        UsageError: a kind that is no accelerator.
+    """
+    if kind == "cuda":
+        return torch.cuda
+    if kind == "musa":
+        if not hasattr(torch, "musa"):
+            if importlib.util.find_spec("torch_musa") is None:
+                raise MissingPackageError(
+                    "torch_musa", needed_for="device musa", install="the wheel of the MUSA SDK for your torch version"
+                )
+            importlib.import_module("torch_musa")
+        return torch.musa
+    raise UsageError(f"device kind {kind!r}", allowed="cuda or musa", fix="ask for an accelerator")
+
+
+def count(kind: str) -> int:
+    """Devices of a kind visible to this process; 0 where its software is missing. The CPU counts as one."""
+    if kind == "cpu":
+        return 1
+    try:
+        module = accelerator(kind)
+    except (MissingPackageError, ImportError, OSError):
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def choose(requested: str, *, num_local_ranks: int) -> str:
+    """Resolves `auto | cpu | cuda | musa` to a kind: an accelerator with a device a local rank, else the CPU.
+
+    Raises:
+        UsageError: an unknown kind, or fewer devices than local ranks for an explicit kind.
+    """
+    if requested == "auto":
+        return next((kind for kind in ("cuda", "musa") if count(kind) >= num_local_ranks), "cpu")
+    if requested not in KINDS:
+        raise UsageError(f"device {requested!r}", allowed="auto, cpu, cuda or musa", fix="choose one of them")
+    if requested != "cpu" and count(requested) < num_local_ranks:
+        raise UsageError(
+            f"device {requested} with {num_local_ranks} processes on this host and {count(requested)} devices",
+            allowed="at least one device a process",
+            fix="start fewer processes or use --device cpu",
+        )
+    return requested
+
+
+def of(kind: str, index: int) -> torch.device:
+    """The torch device of a local rank; an accelerator's becomes the current device."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    accelerator(kind).set_device(index)
+    return torch.device(kind, index)
+
+
+def collective_backend(kind: str) -> str:
+    """The torch.distributed backend that moves tensors of a kind: gloo, nccl or mccl."""
+    return _COLLECTIVE_BACKENDS[kind]
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on `device` is issued to now; None on the CPU."""
+    return None if device.type == "cpu" else accelerator(device.type).current_stream(device)
+
+
+def new_stream(device: torch.device, *, priority: int = 0) -> Any:
+    """A stream of an accelerator; None on the CPU."""
+    return None if device.type == "cpu" else accelerator(device.type).Stream(device=device, priority=priority)
+
+
+def use_stream(device: torch.device, stream: Any) -> Any:
+    """Context in which work on `device` goes to `stream`."""
+    return accelerator(device.type).stream(stream)
+
+
+def new_event(device: torch.device, *, timing: bool = False) -> Any:
+    """An unrecorded event of an accelerator."""
+    return accelerator(device.type).Event(enable_timing=timing)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the work issued to `device` is done; nothing to do on the CPU."""
+    if device.type != "cpu":
+        accelerator(device.type).synchronize(device)
