@@ -1,0 +1,85 @@
+"""Runs a function on several spawned processes joined in one gloo group, and reports every rank that failed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """Some ranks raised, died or did not finish; the message holds the traceback of each."""
+
+
+def _child(rank: int, num_ranks: int, store: str, timeout: float, fn: Callable[..., Any], args: Any, out: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        # A file store needs no port, so that parallel test runs can not collide.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
+        )
+        result = fn(rank, *args)
+        out.put((rank, True, result))
+    except BaseException:
+        out.put((rank, False, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Calls `fn(rank, *args)` on `num_ranks` fresh processes and returns their results by rank.
+
+    Args:
+        num_ranks: size of the gloo group that each process finds initialised.
+        fn: a module-level function; its result must be picklable (return plain numbers or CPU tensors' copies).
+        timeout: seconds after which every process still running is killed and reported.
+
+    Raises:
+        RankFailure: with the traceback of every rank that raised and the name of every rank that gave no answer.
+    """
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        children = [
+            context.Process(target=_child, args=(rank, num_ranks, store, timeout, fn, args, out), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for child in children:
+            child.start()
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < num_ranks and time.monotonic() < deadline:
+            try:
+                rank, good, value = out.get(timeout=0.2)
+                answers[rank] = (good, value)
+                if not good:
+                    # Peers of a failed rank may wait for it: give them a moment to report, no more.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+            except queue.Empty:
+                if all(not child.is_alive() for child in children) and out.empty():
+                    break
+        for child in children:
+            child.join(timeout=0.5 if len(answers) < num_ranks else 10.0)
+            if child.is_alive():
+                child.kill()
+                child.join()
+    problems = [f"--- rank {rank}\n{value}" for rank, (good, value) in sorted(answers.items()) if not good]
+    problems += [
+        f"--- rank {rank}: no answer (exit code {children[rank].exitcode})"
+        for rank in range(num_ranks)
+        if rank not in answers
+    ]
+    if problems:
+        raise RankFailure("\n".join(["", *problems]))
+    return [answers[rank][1] for rank in range(num_ranks)]
