@@ -1,0 +1,370 @@
+"""The experts: a named seam of implementations that compute on borrowed weights.
+
+`expert_mlp` owns no parameter. Under Megatron the weights are the stock modules' own, so that checkpoints load
+unchanged; in `MoELayer` they are those of `Experts` below. For each row of expert e, with routing weight p:
+
+    gated:   y = (act(gate) * up * p) @ fc2[e].T     where  gate || up = row @ fc1[e].T
+    plain:   y = (act(row @ fc1[e].T) * p) @ fc2[e].T
+
+The routing weight stands before fc2 because combine adds the rows of a token without weights. The product with p is
+taken in the wider of the two dtypes and rounded to the activation's dtype.
+
+    "loop"     one expert after the other: the reference. The same operations on the same shapes as Megatron's local
+               sequential experts (gated unit, no bias, no fusion), hence the same bits.
+    "grouped"  one grouped matrix product for all experts, where torch has it for the device and dtype.
+    "auto"     grouped on an accelerator that has it, else loop (on a CPU torch's grouped product is itself a loop).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comm_core.runtime import trace
+from comm_core.runtime.errors import UsageError
+from mt_moe.config import MoEConfig
+from mt_moe.expert_linear import (
+    Collector,
+    Defer,
+    anchored,
+    collected_linear,
+    grouped_linear,
+    grouped_product,
+    linear,
+)
+from mt_moe.init import seeded_normal
+
+Weights: TypeAlias = Tensor | Sequence[Tensor]
+"""One packed tensor [num_local_experts, out, in], or one tensor [out, in] an expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the experts' rows lie: expert e owns `counts[e]` rows from `starts[e]`; rows in no group are padding.
+
+    `sections` cuts all rows in order into (expert, length), with expert None for padding.
+    """
+
+    counts: tuple[int, ...]
+    ends: tuple[int, ...]
+    sections: tuple[tuple[int | None, int], ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[int], expert_alignment: int, num_rows: int) -> Rows:
+        """Lays out groups whose starts are multiples of `expert_alignment`, in `num_rows` rows.
+
+        Raises:
+            UsageError: a negative count, or fewer rows than the groups need.
+        """
+        if expert_alignment < 1 or any(count < 0 for count in counts):
+            raise UsageError(
+                f"counts {list(counts)} with expert_alignment {expert_alignment}",
+                allowed="counts >= 0 and expert_alignment >= 1",
+                fix="pass the unaligned counts of the dispatch handle",
+            )
+        aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        ends = tuple(itertools.accumulate(aligned))
+        total = ends[-1] if ends else 0
+        if num_rows < total:
+            raise UsageError(
+                f"{num_rows} rows for counts {list(counts)} at expert_alignment {expert_alignment}",
+                allowed=f"at least {total} rows",
+                fix="pass rows, counts and alignment of one dispatch",
+            )
+        sections: list[tuple[int | None, int]] = []
+        for expert, (count, width) in enumerate(zip(counts, aligned, strict=True)):
+            sections += [(expert, count), (None, width - count)]
+        sections.append((None, num_rows - total))
+        return cls(tuple(counts), ends, tuple(item for item in sections if item[0] is not None or item[1] > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What happens between the two products: activation, gating, and where weight gradients go."""
+
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+    defer: Defer | None
+
+    def __call__(self, hidden: Tensor, row_weights: Tensor) -> Tensor:
+        """[num_rows, ffn or 2 * ffn] and [num_rows] to [num_rows, ffn], in the dtype of `hidden`."""
+        if self.gated:
+            gate, up = torch.chunk(hidden, 2, dim=-1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        return (hidden * row_weights.unsqueeze(-1)).to(hidden.dtype)
+
+
+Run: TypeAlias = Callable[[Tensor, Rows, Tensor, Weights, Weights, Unit], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to compute the experts.
+
+    Args:
+        run: (rows, layout, row_weights, fc1, fc2, unit) to the output rows; padding rows come out as zero.
+        unavailable: (device, dtype, widths of the products) to the reason why it can not run there, or None.
+    """
+
+    run: Run
+    unavailable: Callable[[torch.device, torch.dtype, Sequence[int]], str | None]
+
+
+def _run_loop(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, unit: Unit) -> Tensor:
+    """The reference. Splits, computes each expert on its own rows, concatenates; no operation spans two experts."""
+    firsts, seconds = _linears(fc1, unit.defer), _linears(fc2, unit.defer)
+
+    def one(expert: int, part: Tensor, weights: Tensor) -> Tensor:
+        return seconds[expert](unit(firsts[expert](part), weights))
+
+    if len(layout.sections) == 1 and layout.sections[0][0] is not None:
+        return one(0, rows, row_weights)
+    lengths = [length for _, length in layout.sections]
+    parts = zip(layout.sections, torch.split(rows, lengths), torch.split(row_weights, lengths), strict=True)
+    outputs = [
+        one(expert, part, weights) if expert is not None else torch.zeros_like(part)
+        for (expert, _), part, weights in parts
+    ]
+    return torch.cat(outputs, dim=0)
+
+
+def _linears(weights: Weights, defer: Defer | None) -> list[Callable[[Tensor], Tensor]]:
+    """One product an expert, over per-expert views; the deferred gradients of a layer leave together."""
+    listed = weights.unbind(0) if isinstance(weights, Tensor) else weights
+    if defer is None or not listed[0].requires_grad:
+        return [functools.partial(linear, weight=weight) for weight in listed]
+    collector = Collector(weights, defer)
+    return [
+        functools.partial(collected_linear, weight=weight, add=collector.slot(expert))
+        for expert, weight in enumerate(listed)
+    ]
+
+
+def _run_grouped(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, unit: Unit) -> Tensor:
+    """Padding inside a group is computed along: its rows and routing weights are zero, so it adds zero everywhere."""
+    num_rows, total = rows.shape[0], layout.ends[-1]
+    if total == 0:
+        # Grouped kernels refuse an empty product; the loop is cheap here and gives the zero gradients.
+        return _run_loop(rows, layout, row_weights, fc1, fc2, unit)
+    ends = torch.tensor(layout.ends, dtype=torch.int32, device=rows.device)
+    empty = [expert for expert, count in enumerate(layout.counts) if count == 0]
+    hidden = unit(grouped_linear(rows[:total], ends, empty, fc1, unit.defer), row_weights[:total])
+    y = grouped_linear(hidden, ends, empty, fc2, unit.defer)
+    return y if total == num_rows else F.pad(y, (0, 0, 0, num_rows - total))
+
+
+@functools.cache
+def _grouped_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Tries the three products that training needs on a tiny example and compares them with plain products."""
+    product = grouped_product()
+    if product is None:
+        return f"torch {torch.__version__} has no grouped matrix product"
+    generator = torch.Generator().manual_seed(0)
+    x, grad, weight = (
+        torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((32, 32), (32, 64), (3, 64, 32))
+    )
+    bounds = (0, 16, 16, 32)
+    try:
+        ends = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
+        y = product(x, weight.transpose(-2, -1), offs=ends)
+        grad_x = product(grad, weight, offs=ends)
+        grad_weight = product(grad.t(), x, offs=ends)
+        for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
+            if start < end:
+                pairs = (
+                    (y[start:end], x[start:end] @ weight[expert].t()),
+                    (grad_x[start:end], grad[start:end] @ weight[expert]),
+                    (grad_weight[expert], grad[start:end].t() @ x[start:end]),
+                )
+                for got, want in pairs:
+                    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-1)
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        detail = str(error).splitlines()[0]
+        return f"torch's grouped matrix product does not work for {dtype} on {device.type}: {detail}"
+    return None
+
+
+def _grouped_unavailable(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
+    missing = _grouped_missing(device, dtype)
+    odd = [width for width in widths if width * dtype.itemsize % 16]
+    if missing is None and odd:
+        return f"width {odd[0]} in {dtype} is no multiple of 16 bytes, which the grouped product needs"
+    return missing
+
+
+_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "loop": Implementation(_run_loop, lambda device, dtype, widths: None),
+    "grouped": Implementation(_run_grouped, _grouped_unavailable),
+}
+
+
+def implementations() -> tuple[str, ...]:
+    """The names that `implementation=` takes besides "auto"."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def unavailable(name: str, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+    """Why an implementation can not run on this device with this dtype and these widths; None where it can.
+
+    Raises:
+        UsageError: no implementation has this name.
+    """
+    if name not in _IMPLEMENTATIONS:
+        raise UsageError(
+            f"experts implementation {name!r}",
+            allowed=", ".join(["auto", *_IMPLEMENTATIONS]),
+            fix="choose one of them",
+        )
+    return _IMPLEMENTATIONS[name].unavailable(device, dtype, widths)
+
+
+def resolve(name: str, device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str:
+    """The implementation that `name` ("auto" included) means here.
+
+    Raises:
+        UsageError: an unknown name, or one that can not run here, with the reason.
+    """
+    if name == "auto":
+        wanted = device.type != "cpu" and unavailable("grouped", device, dtype, widths) is None
+        return "grouped" if wanted else "loop"
+    reason = unavailable(name, device, dtype, widths)
+    if reason is not None:
+        raise UsageError(f"experts implementation {name!r}: {reason}", allowed="auto or loop here", fix="choose one")
+    return name
+
+
+def expert_mlp(
+    rows: Tensor,
+    counts: Sequence[int],
+    row_weights: Tensor,
+    fc1: Weights,
+    fc2: Weights,
+    *,
+    expert_alignment: int = 1,
+    activation: Callable[[Tensor], Tensor] = F.silu,
+    gated: bool = True,
+    defer: Defer | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Every row through its expert.
+
+    Args:
+        rows: [num_rows, hidden], expert-major; the group of an expert starts at a multiple of `expert_alignment`,
+            padding rows are zero.
+        counts: rows of each local expert, unaligned, on the host.
+        row_weights: [num_rows] fp32, the routing weight of each row.
+        fc1: one [2 * ffn, hidden] (gate above up) or, plain, [ffn, hidden] an expert; or all packed in one tensor.
+        fc2: one [hidden, ffn] an expert; or all packed in one tensor.
+        expert_alignment: that of the dispatch handle.
+        activation: elementwise; the gate's where `gated`.
+        gated: whether fc1 holds gate and up (SwiGLU with silu) or one plain projection.
+        defer: takes the weight gradients out of backward: called once for fc2, then once for fc1, each with the weights
+            of all experts as given and a closure that computes their gradients (zero for an expert without rows).
+        implementation: "auto", "loop" or "grouped".
+
+    Returns:
+        [num_rows, hidden] in the dtype of rows; padding rows are zero.
+
+    Raises:
+        UsageError: shapes or counts that do not fit together, or an implementation that can not run here.
+    """
+    layout = Rows.of(counts, expert_alignment, rows.shape[0])
+    _check_shapes(rows, layout, row_weights, fc1, fc2, gated)
+    widths = (rows.shape[1], fc1[0].shape[0], fc2[0].shape[1])
+    name = resolve(implementation, rows.device, rows.dtype, widths)
+    if defer is not None:
+        rows = anchored(anchored(rows, fc1), fc2)
+    unit = Unit(activation, gated, defer)
+    with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=name):
+        return _IMPLEMENTATIONS[name].run(rows, layout, row_weights, fc1, fc2, unit)
+
+
+def _check_shapes(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, gated: bool) -> None:
+    num_experts = len(layout.counts)
+    if num_experts == 0 or len(fc1) != num_experts or len(fc2) != num_experts:
+        raise UsageError(
+            f"{num_experts} counts, {len(fc1)} fc1 and {len(fc2)} fc2 weights",
+            allowed="one of each for every local expert, at least one expert",
+            fix="pass the counts and the weights of the same experts",
+        )
+    hidden, ffn = fc2[0].shape
+    first = ((2 if gated else 1) * ffn, hidden)
+    shapes = {tuple(weight.shape) for weight in fc1} | {(first[0], rows.shape[1])}
+    if shapes != {first} or {tuple(weight.shape) for weight in fc2} != {(hidden, ffn)}:
+        raise UsageError(
+            f"rows {tuple(rows.shape)}, fc1 {tuple(fc1[0].shape)}, fc2 {tuple(fc2[0].shape)}, gated={gated}",
+            allowed="rows [num_rows, hidden], fc1 [2 * ffn if gated else ffn, hidden], fc2 [hidden, ffn] of every expert",
+            fix="check hidden, ffn and gated",
+        )
+    if tuple(row_weights.shape) != (rows.shape[0],):
+        raise UsageError(
+            f"row_weights {tuple(row_weights.shape)} for {rows.shape[0]} rows",
+            allowed="one weight a row",
+            fix="pass the row weights of the same dispatch",
+        )
+
+
+class Experts(nn.Module):
+    """The local experts of one rank with weights of their own, packed in one tensor a layer.
+
+    `fc1` [num_local_experts, 2 * ffn or ffn, hidden] and `fc2` [num_local_experts, hidden, ffn] are drawn by
+    `seeded_normal` from the seed, the name and the global expert number, so that they do not depend on `ep_size`.
+
+    Args:
+        config: sizes, activation, seed and implementation.
+        first_expert: global number of the first local expert.
+        num_local_experts: experts held here.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        first_expert: int,
+        num_local_experts: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first_expert = first_expert
+        width = (2 if config.gated else 1) * config.ffn
+        shapes = {"fc1": (width, config.hidden), "fc2": (config.hidden, config.ffn)}
+        packed = {
+            name: torch.stack(
+                [
+                    seeded_normal(shape, config.init_std, seed=config.seed, name=f"experts.{name}", index=expert)
+                    for expert in range(first_expert, first_expert + num_local_experts)
+                ]
+            ).to(device, dtype)
+            for name, shape in shapes.items()
+        }
+        self.fc1 = nn.Parameter(packed["fc1"])
+        self.fc2 = nn.Parameter(packed["fc2"])
+
+    def forward(
+        self, rows: Tensor, counts: Sequence[int], row_weights: Tensor, *, defer: Defer | None = None
+    ) -> Tensor:
+        """Dispatched rows to output rows; see `expert_mlp`."""
+        config = self.config
+        return expert_mlp(
+            rows,
+            counts,
+            row_weights,
+            self.fc1,
+            self.fc2,
+            expert_alignment=config.expert_alignment,
+            activation=config.activation_function(),
+            gated=config.gated,
+            defer=defer,
+            implementation=config.experts,
+        )

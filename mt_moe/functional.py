@@ -1,0 +1,228 @@
+"""Dispatch and combine as autograd nodes, two nodes each, so that overlap holds in forward and in backward alike.
+
+A communication that is one autograd node can hide behind nothing in backward: the engine runs the node, waits for its
+result, and only then goes on. Here each one is a pair, *launch* and *wait*:
+
+    ticket = launch_dispatch(buffer, x, topk_weights, handle)       # starts, returns at once
+    shared = shared_experts(aliases[2])                             # runs meanwhile
+    rows, row_weights = wait_dispatch(ticket)                       # the current stream waits
+
+The backward of *wait* launches the opposite communication and the backward of *launch* waits for it. Autograd runs
+ready nodes youngest first, so the backward of whatever stands between the two in forward runs between them in backward.
+
+What belongs to a call travels in its ticket and in the nodes' ctx (handle and event), never on the buffer, so any number
+of microbatches and layers may be in flight. Every rank runs the same nodes whatever its counts: gradients that nobody
+produced are materialised as zeros, because a node that is skipped on one rank leaves its peers waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from comm_core import ElasticBuffer, EPHandle, EventOverlap
+
+
+class _Exchange:
+    """What the launch and wait node of one call share: the event in flight and, in backward, its results."""
+
+    __slots__ = ("buffer", "event", "handle", "pending")
+
+    def __init__(self, buffer: ElasticBuffer, handle: EPHandle) -> None:
+        self.buffer = buffer
+        self.handle = handle
+        self.event: EventOverlap | None = None
+        self.pending: tuple[Tensor, ...] = ()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the communication launched last; a second wait is an error of ours."""
+        event, self.event = self.event, None
+        assert event is not None, "wait without a launch before it"
+        event.current_stream_wait()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The results that the backward of the wait node left here, once they have arrived."""
+        self.wait()
+        pending, self.pending = self.pending, ()
+        return pending
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTicket:
+    """A dispatch under way. `rows` and `row_weights` must not be read before `wait_dispatch`."""
+
+    rows: Tensor
+    row_weights: Tensor
+    handle: EPHandle
+    _exchange: _Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTicket:
+    """A combine under way. `y` must not be read before `wait_combine`."""
+
+    y: Tensor
+    handle: EPHandle
+    _exchange: _Exchange
+
+
+class _LaunchDispatch(torch.autograd.Function):
+    """Forward starts the dispatch; backward waits for the combine that brings the gradients home."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        rows, _, row_weights, exchange.handle, exchange.event = exchange.buffer.dispatch(
+            x, handle=exchange.handle, topk_weights=topk_weights, async_with_compute_stream=True
+        )
+        return rows, row_weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _rows: Tensor, _row_weights: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_topk_weights = ctx.exchange.take()
+        needs = ctx.needs_input_grad
+        return grad_x if needs[0] else None, grad_topk_weights if needs[1] else None, None
+
+
+class _WaitDispatch(torch.autograd.Function):
+    """Forward waits for the rows; backward starts the combine of their gradients and passes placeholders on."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows.view_as(rows), row_weights.view_as(row_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        grad_x, grad_topk_weights, exchange.event = exchange.buffer.combine(
+            grad_rows.contiguous(),
+            exchange.handle,
+            topk_weights=grad_row_weights.contiguous(),
+            async_with_compute_stream=True,
+        )
+        exchange.pending = (grad_x, grad_topk_weights)
+        # Autograd checks shapes, so the launch node is given the gradients of the rows; it ignores them.
+        return grad_rows, grad_row_weights, None
+
+
+class _LaunchCombine(torch.autograd.Function):
+    """Forward starts the combine; backward waits for the dispatch that brings the gradients of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        y, _, exchange.event = exchange.buffer.combine(rows, exchange.handle, async_with_compute_stream=True)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _y: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_rows,) = ctx.exchange.take()
+        return grad_rows, None
+
+
+class _WaitCombine(torch.autograd.Function):
+    """Forward waits for the sums; backward starts the cached dispatch of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        alias: Tensor = y.view_as(y)
+        return alias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        grad_rows, _, _, _, exchange.event = exchange.buffer.dispatch(
+            grad_y.contiguous(), handle=exchange.handle, async_with_compute_stream=True
+        )
+        exchange.pending = (grad_rows,)
+        return grad_y, None
+
+
+def launch_dispatch(buffer: ElasticBuffer, x: Tensor, topk_weights: Tensor, handle: EPHandle) -> DispatchTicket:
+    """Starts sending every token to the ranks of its experts, one row for each (token, local expert).
+
+    Args:
+        buffer: the endpoint of this rank.
+        x: [num_tokens, hidden], contiguous. Not kept for backward: its storage may be freed afterwards.
+        topk_weights: [num_tokens, num_topk] fp32; the lanes masked in `topk_idx` are ignored and get gradient 0.
+        handle: from `buffer.prepare(topk_idx, num_experts=..., do_expand=True, expert_alignment=...)`.
+
+    Returns:
+        A ticket for `wait_dispatch`. Gradients flow to `x` (sum over its rows) and to `topk_weights`.
+    """
+    exchange = _Exchange(buffer, handle)
+    rows, row_weights = _LaunchDispatch.apply(x, topk_weights, exchange)
+    return DispatchTicket(rows, row_weights, exchange.handle, exchange)
+
+
+def wait_dispatch(ticket: DispatchTicket) -> tuple[Tensor, Tensor]:
+    """Makes the current stream wait for a dispatch.
+
+    Returns:
+        rows [num_rows, hidden] in expert-major order, inside an expert by (source rank, token), alignment gaps zero;
+        row_weights [num_rows] fp32, the routing weight of each row.
+    """
+    rows, row_weights = _WaitDispatch.apply(ticket.rows, ticket.row_weights, ticket._exchange)
+    return rows, row_weights
+
+
+def launch_combine(buffer: ElasticBuffer, rows: Tensor, handle: EPHandle) -> CombineTicket:
+    """Starts bringing the experts' results home, where the rows of each token are added without weights.
+
+    Args:
+        buffer: the endpoint of this rank.
+        rows: [num_rows, hidden] in the order of the dispatch. Not kept for backward.
+        handle: the handle of that dispatch (`ticket.handle`).
+    """
+    exchange = _Exchange(buffer, handle)
+    y = _LaunchCombine.apply(rows, exchange)
+    return CombineTicket(y, handle, exchange)
+
+
+def wait_combine(ticket: CombineTicket) -> Tensor:
+    """Makes the current stream wait for a combine. Returns y [num_tokens, hidden]; zero where a token has no expert."""
+    y: Tensor = _WaitCombine.apply(ticket.y, ticket._exchange)
+    return y
+
+
+class _FanOut(torch.autograd.Function):
+    """Aliases of one tensor; the gradients are added in the order of the aliases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_aliases: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.zeros_like = (x.shape, x.dtype, x.device)
+        return tuple(x.view_as(x) for _ in range(num_aliases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total: Tensor | None = None
+        for grad in grads:
+            if grad is not None:
+                total = grad if total is None else total + grad
+        if total is None:
+            shape, dtype, device = ctx.zeros_like
+            total = torch.zeros(shape, dtype=dtype, device=device)
+        return total, None
+
+
+def fan_out(x: Tensor, num_aliases: int) -> tuple[Tensor, ...]:
+    """Returns aliases of `x` whose gradients are added in a fixed order, (g0 + g1) + g2 and so on.
+
+    Autograd adds the gradients of a tensor used several times in the order in which they arrive. Moving the shared
+    expert between launch and wait changes that order and with it the last bit of the sum; aliases keep the order.
+    """
+    return tuple(_FanOut.apply(x, num_aliases))
