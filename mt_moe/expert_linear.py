@@ -2,8 +2,8 @@
 
 A pipeline schedule that splits backward into I (gradients of the inputs) and W (gradients of the weights) needs to
 compute W later, at a moment of its own. So each product exists twice: with the weight as an autograd input, or with the
-weight hidden from autograd and its gradient handed as a closure to a `Defer` callable. Both run the same matrix products
-on the same shapes, so that deferring changes no bit:
+weight hidden from autograd and its gradient handed as a closure to a `Defer` callable. Both run the same products on the
+same shapes, so that deferring changes no bit:
 
     y = x @ W.T          dx = dy @ W          dW = dy.T @ x
 """
@@ -114,7 +114,7 @@ def collected_linear(x: Tensor, weight: Tensor, add: Callable[[Callable[[], Tens
 
 
 def anchored(x: Tensor, weights: Tensor | Sequence[Tensor]) -> Tensor:
-    """Returns `x`, made a leaf that needs gradients where hidden weights need them and nothing else would bring backward.
+    """Returns `x`, made a leaf that needs gradients where hidden weights do and backward would not come here.
 
     Raises:
         UsageError: some of the weights are frozen and some are not, which one deferred gradient can not express.

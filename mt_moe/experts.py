@@ -302,7 +302,7 @@ def _check_shapes(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights,
     if shapes != {first} or {tuple(weight.shape) for weight in fc2} != {(hidden, ffn)}:
         raise UsageError(
             f"rows {tuple(rows.shape)}, fc1 {tuple(fc1[0].shape)}, fc2 {tuple(fc2[0].shape)}, gated={gated}",
-            allowed="rows [num_rows, hidden], fc1 [2 * ffn if gated else ffn, hidden], fc2 [hidden, ffn] of every expert",
+            allowed="rows [num_rows, hidden], fc1 [2 * ffn if gated else ffn, hidden], fc2 [hidden, ffn], each",
             fix="check hidden, ffn and gated",
         )
     if tuple(row_weights.shape) != (rows.shape[0],):

@@ -10,7 +10,7 @@ result, and only then goes on. Here each one is a pair, *launch* and *wait*:
 The backward of *wait* launches the opposite communication and the backward of *launch* waits for it. Autograd runs
 ready nodes youngest first, so the backward of whatever stands between the two in forward runs between them in backward.
 
-What belongs to a call travels in its ticket and in the nodes' ctx (handle and event), never on the buffer, so any number
+What belongs to a call travels in its ticket and in the nodes' ctx (handle and event), never on the buffer: any number
 of microbatches and layers may be in flight. Every rank runs the same nodes whatever its counts: gradients that nobody
 produced are materialised as zeros, because a node that is skipped on one rank leaves its peers waiting.
 """
