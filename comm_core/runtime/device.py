@@ -105,3 +105,23 @@ def synchronize(device: torch.device) -> None:
     """Waits until the work issued to `device` is done; nothing to do on the CPU."""
     if device.type != "cpu":
         accelerator(device.type).synchronize(device)
+
+
+def current() -> torch.device:
+    """The accelerator device that this process has begun to use, else the CPU. Starts no device runtime."""
+    for kind in ("cuda", "musa"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available() and module.is_initialized():
+            return torch.device(kind, int(module.current_device()))
+    return torch.device("cpu")
+
+
+def of_collective_backend(name: str) -> torch.device:
+    """The device whose tensors a torch.distributed backend ("gloo", "nccl", "cpu:gloo,cuda:nccl") moves.
+
+    An accelerator named in it wins, as its current device; a name unknown here counts as the CPU's.
+    """
+    for kind in ("cuda", "musa"):
+        if _COLLECTIVE_BACKENDS[kind] in name:
+            return torch.device(kind, int(accelerator(kind).current_device()))
+    return torch.device("cpu")

@@ -1,0 +1,129 @@
+"""What a backend is: a protocol of a few operations and a table of what differs (`Capabilities`).
+
+ElasticBuffer checks arguments, allocates the outputs and calls these; a backend moves bytes and adds rows. Where a
+check fails, `refuse` takes the place of the operation: a backend must tell the other ranks, so that a mistake on one
+rank raises on all of them and none is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+
+from comm_core.event import CommQueue, EventHandle
+from comm_core.handle import EPHandle
+from comm_core.runtime.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Differences between backends, as data.
+
+    Attributes:
+        device_kinds: kinds of devices whose tensors it moves.
+        dtypes: element types of `x`.
+        hidden_multiple: hidden must be a multiple of it.
+        needs_token_bound: num_max_tokens_per_rank must be given.
+        host_checked: every call's settings are compared across ranks before its data moves; otherwise that is so for
+            calls with a count exchange, and other calls report a disagreement at a later call.
+        fp8: x may be a pair (data, scales).
+        worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
+        single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
+    """
+
+    device_kinds: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    hidden_multiple: int
+    needs_token_bound: bool
+    host_checked: bool
+    fp8: bool
+    worst_case_outputs: bool
+    single_reduction: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutJob:
+    """Start of a count exchange.
+
+    Attributes:
+        op: name of the call, for errors and the comparison across ranks.
+        settings: values that must be equal on all ranks.
+        topk_idx: int64 [num_tokens, num_topk] as given; its values are checked when they are there.
+        kept: the tensor the handle keeps; filled from topk_idx where it is another one.
+        num_experts: global number.
+        expert_alignment: of the expanded rows.
+        token_bound: num_max_tokens_per_rank, 0 for none.
+        after: events before which topk_idx is not ready.
+    """
+
+    op: str
+    settings: dict[str, int]
+    topk_idx: torch.Tensor
+    kept: torch.Tensor
+    num_experts: int
+    expert_alignment: int
+    token_bound: int
+    after: tuple[EventHandle | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MoveJob:
+    """A dispatch or combine whose counts are known. n, E: received and expanded rows of the handle.
+
+    Attributes:
+        op, settings, after: as in LayoutJob; `settings` is None where a count exchange has just compared them.
+        handle: routing decision.
+        x: rows to move.
+        weights: weights to move, dispatch: [num_tokens, num_topk]; combine: [n, num_topk], expanded: [E].
+        biases: combine, tensors shaped like the result.
+        out_x, out_weights: where results go.
+        out_idx: dispatch, int64 [n, num_topk], local ids.
+        before_epilogue: an event that local work after the transfer must wait for.
+    """
+
+    op: str
+    settings: dict[str, int] | None
+    handle: EPHandle
+    x: torch.Tensor
+    out_x: torch.Tensor
+    weights: torch.Tensor | None = None
+    biases: Sequence[torch.Tensor] = ()
+    out_weights: torch.Tensor | None = None
+    out_idx: torch.Tensor | None = None
+    after: tuple[EventHandle | None, ...] = ()
+    before_epilogue: EventHandle | None = None
+
+
+class Backend(Protocol):
+    """Moves rows between the ranks of one group. Calls are issued in the same order on every rank."""
+
+    name: str
+    capabilities: Capabilities
+    rank: int
+    num_ranks: int
+    device: torch.device
+    buffer_id: int
+    queue: CommQueue
+
+    def start_layout(self, job: LayoutJob) -> EventHandle:
+        """Starts a count exchange at once; the event's result is a RankLayout."""
+        ...
+
+    def dispatch(self, job: MoveJob) -> EventHandle:
+        """Moves rows and weights to the ranks of their experts."""
+        ...
+
+    def combine(self, job: MoveJob) -> EventHandle:
+        """Moves rows back and adds those of a token in the order the reference defines."""
+        ...
+
+    def refuse(self, op: str, problem: UsageError) -> NoReturn:
+        """Takes part in the call `op` only to say that this rank's arguments are wrong; raises `problem`."""
+        ...
+
+    def close(self, *, collective: bool) -> None:
+        """Frees everything; waits for the other ranks where `collective`."""
+        ...

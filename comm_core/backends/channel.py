@@ -1,0 +1,223 @@
+"""Private groups and comm queues of one process group, and the comparison of settings before data moves.
+
+Every call on the buffers of a group is one line in a table that all ranks fill together: which call it is, its
+settings, how many rows go to whom, and whether the rank found a mistake in its own arguments. The table is gathered on
+the control group (gloo, host memory) in front of the data. So a call that differs between ranks, or that is wrong on
+one, raises on every rank at the same call and nothing is left half sent; the buffer works on.
+
+A collective that fails or times out is another matter: the group's connections are gone, the channel is broken, and
+every later call says so at once instead of waiting again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from comm_core.event import CommQueue, EventHandle
+from comm_core.runtime import device as devices
+from comm_core.runtime.errors import CommError, CommTimeoutError, UsageError
+
+# Settings that must agree, in the order they are sent and reported; -1 where a call has no such setting.
+SETTINGS = (
+    "call", "buffer", "handle", "num_experts", "num_topk", "expert_alignment", "do_expand", "num_max_tokens_per_rank",
+    "hidden", "dtype", "topk_weights", "num_bias",
+)  # fmt: skip
+CALLS = ("prepare", "dispatch", "cached dispatch", "combine", "close")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TEXT_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks said about one call.
+
+    Attributes:
+        num_tokens: tokens of each rank.
+        rows: rows[i][j] go from rank i to rank j.
+    """
+
+    num_tokens: list[int]
+    rows: list[list[int]]
+
+
+def describe(setting: str, value: int) -> str:
+    """A setting as the user knows it."""
+    if setting == "call":
+        return CALLS[value] if 0 <= value < len(CALLS) else "none"
+    if setting == "dtype":
+        return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none"
+    if setting == "do_expand":
+        return str(bool(value))
+    if setting == "topk_weights":
+        return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none given"
+    return str(value)
+
+
+class Channel:
+    """The private side of one process group on one device. Use `Channel.acquire` and `release`.
+
+    Attributes:
+        data_queue: moves data, in the order of the calls.
+        control_queue: exchanges counts and settings on the host; on the CPU the same queue.
+    """
+
+    _shared: ClassVar[dict[tuple[dist.ProcessGroup, torch.device, float], Channel]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self.device, self.timeout = device, timeout
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank, self.num_ranks = dist.get_rank(group), len(self.ranks)
+        self.broken: CommError | None = None
+        self._users, self._next_buffer, self._calls = 0, 0, 0
+        span = timedelta(seconds=timeout)
+        self.control_group = self._new_group("gloo", span)
+        self.data_group = self._new_group(devices.collective_backend(device.type), span)
+        self.control_queue = CommQueue(torch.device("cpu"), f"ep-comm-{self.rank}")
+        self.data_queue = self.control_queue if device.type == "cpu" else CommQueue(device, f"ep-data-{self.rank}")
+
+    @classmethod
+    def acquire(cls, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Channel:
+        """The channel of a group, made with all its ranks where none is in use (a collective call)."""
+        key = (group, device, timeout)
+        with cls._lock:
+            channel = cls._shared.get(key)
+            if channel is None or channel.broken is not None:
+                channel = cls._shared[key] = cls(group, device, timeout)
+            channel._users += 1
+            return channel
+
+    def release(self) -> None:
+        """Gives the channel back; the last user frees groups and queues."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for key in [key for key, channel in self._shared.items() if channel is self]:
+                del self._shared[key]
+        self.data_queue.close(self.timeout)
+        self.control_queue.close(self.timeout)
+        for group in (self.data_group, self.control_group):
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def next_buffer_id(self) -> int:
+        """Numbers the buffers of this channel; the same on all ranks, as they are built in the same order."""
+        self._next_buffer += 1
+        return self._next_buffer
+
+    def agree(
+        self, call: str, settings: dict[str, int], problem: UsageError | None, num_tokens: int, rows: list[int]
+    ) -> Agreement:
+        """Compares a call across ranks. Runs on the control queue.
+
+        Raises:
+            UsageError: `problem`, on the rank that has one.
+            CommError: another rank has a problem, or the settings differ; the message names ranks and values.
+            CommTimeoutError: a rank did not call.
+        """
+        self._calls += 1
+        where = f"{call} (call {self._calls})"
+        given = {**settings, "call": CALLS.index(call)}
+        line = [given.get(name, -1) for name in SETTINGS]
+        mine = torch.tensor([*line, int(problem is not None), num_tokens, *rows], dtype=torch.int64)
+        table = torch.empty(self.num_ranks, mine.shape[0], dtype=torch.int64)
+        self.finish(where, lambda: dist.all_gather(list(table), mine, group=self.control_group, async_op=True))
+        lines = table.tolist()
+        width = len(SETTINGS)
+        if any(line[width] for line in lines):
+            self._raise_problem(where, problem)
+        self._compare(where, [line[:width] for line in lines])
+        return Agreement([line[width + 1] for line in lines], [line[width + 2 :] for line in lines])
+
+    def finish(self, where: str, *starts: Callable[[], Any]) -> None:
+        """Starts collectives and waits for all; the interpreter lock is free while waiting.
+
+        Raises:
+            CommTimeoutError, CommError: they failed; the channel is broken from here on.
+        """
+        self.check_alive()
+        try:
+            for work in [start() for start in starts]:
+                work.wait()
+        except RuntimeError as error:
+            self.broken = self._translated(where, error)
+            raise self.broken from error
+
+    def check_alive(self) -> None:
+        """Raises CommError where an earlier collective failed."""
+        if self.broken is not None:
+            raise CommError(
+                f"rank {self.rank} of group {self.ranks} cannot communicate any more: {self.broken}; "
+                "close the buffer and build a new one"
+            ) from self.broken
+
+    def all_to_all(self, out: torch.Tensor, out_rows: list[int], rows: torch.Tensor, in_rows: list[int]) -> Any:
+        """Starts moving rows as bytes on the data group: `rows` in rank order, `in_rows` to each; returns the work."""
+        return dist.all_to_all_single(
+            _as_bytes(out), _as_bytes(rows), out_rows, in_rows, group=self.data_group, async_op=True
+        )
+
+    def all_to_all_host(self, out: torch.Tensor, out_rows: list[int], rows: torch.Tensor, in_rows: list[int]) -> Any:
+        """The same for host tensors on the control group."""
+        return dist.all_to_all_single(out, rows, out_rows, in_rows, group=self.control_group, async_op=True)
+
+    def submit_agreed(
+        self, call: str, settings: dict[str, int], problem: UsageError | None, num_tokens: int
+    ) -> EventHandle:
+        """Queues the comparison for a call that needs no counts."""
+        rows = [0] * self.num_ranks
+        return self.control_queue.submit(lambda: self.agree(call, settings, problem, num_tokens, rows))
+
+    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                self.ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise self._translated(f"building the private {backend} group", error) from error
+        return group
+
+    def _raise_problem(self, where: str, problem: UsageError | None) -> None:
+        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        if problem is not None:
+            raw = str(problem).encode()[:_TEXT_BYTES]
+            text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        texts = torch.empty(self.num_ranks, _TEXT_BYTES, dtype=torch.uint8)
+        self.finish(where, lambda: dist.all_gather(list(texts), text, group=self.control_group, async_op=True))
+        if problem is not None:
+            raise problem
+        said = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in texts]
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason)
+        raise CommError(f"{where} was refused on every rank of group {self.ranks} because of {reasons}")
+
+    def _compare(self, where: str, lines: list[list[int]]) -> None:
+        for index, setting in enumerate(SETTINGS):
+            values = [line[index] for line in lines]
+            if len(set(values)) > 1:
+                shown = ", ".join(f"rank {rank} {describe(setting, value)}" for rank, value in enumerate(values))
+                raise CommError(
+                    f"{where}: the ranks of group {self.ranks} disagree on {setting}: {shown}; "
+                    "make the same calls with the same settings, in the same order, on every rank"
+                )
+
+    def _translated(self, where: str, error: Exception) -> CommError:
+        who = f"{where} on rank {self.rank} of group {self.ranks}"
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CommTimeoutError(
+                f"{who} got no answer within {self.timeout:g} s ({text}); check that every rank is alive and makes the "
+                "same calls, or raise num_cpu_timeout_secs"
+            )
+        return CommError(f"{who} failed: {text}; a rank has probably ended, look at its own error first")
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8) if rows.dtype != torch.uint8 else rows

@@ -1,0 +1,41 @@
+"""Which backends there are. A new backend is one file and one line here."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+
+from comm_core.backends.base import Backend
+from comm_core.runtime.errors import UsageError
+
+# In order of preference; imported when chosen.
+_BACKENDS = {"collective": "comm_core.backends.collective:CollectiveBackend"}
+
+
+def names() -> tuple[str, ...]:
+    """Names accepted by `ElasticBuffer(backend=...)`, besides "auto"."""
+    return tuple(_BACKENDS)
+
+
+def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Backend:
+    """Builds a backend on every rank of `group` (a collective call).
+
+    Args:
+        name: "auto" for the first of `names()`, or one of them.
+        group: the group it serves; used to bootstrap only.
+        device: where the tensors live.
+        timeout: bound of every wait in seconds.
+
+    Raises:
+        UsageError: an unknown name.
+        CommTimeoutError: a rank did not arrive.
+    """
+    if name == "auto":
+        name = next(iter(_BACKENDS))
+    if name not in _BACKENDS:
+        raise UsageError(f"backend {name!r}", allowed=f"auto, {', '.join(_BACKENDS)}", fix="choose one of them")
+    module, _, attribute = _BACKENDS[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(group, device, timeout)
+    return backend

@@ -1,0 +1,239 @@
+"""Events and the comm queue: the one seam between "a background thread" and "a side stream".
+
+A communication call must be able to run beside computation. On an accelerator that is a second stream and device
+events; on the CPU it is a second thread and a future. Everything above this file is written once against two words:
+
+    event = queue.submit(fn, after=[previous])    # fn runs behind all earlier work of the queue and behind `previous`
+    event.current_stream_wait()                   # what the caller does next sees the results of fn
+
+A "stream" of the CPU is the calling thread: its work up to now is done, so an event recorded there is complete, and
+waiting for an event blocks the thread (the interpreter lock is released meanwhile). Waits are bounded because each
+piece of work of a queue is: a failed collective ends by its timeout and everything behind it fails at once.
+
+Verified: the CPU path, by tests/comm_core. The stream path is written against `torch.cuda` semantics (`wait_event`,
+`record_stream`) and has not been run; it needs `runtime/device.py` alone to name the device module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from comm_core.runtime import device as devices
+from comm_core.runtime.errors import ClosedError, UsageError
+
+
+class EventHandle:
+    """A point in the work of a stream or of a comm queue.
+
+    `EventHandle()` records the current point of the current stream, as in DeepEP. Queues make the other kind.
+
+    Args:
+        device: whose current stream is recorded; the accelerator this process uses, else the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None else devices.current()
+        self._future: Future[Any] | None = None
+        self._event: Any = None
+        if self._device.type != "cpu":
+            self._event = devices.new_event(self._device)
+            self._event.record(devices.current_stream(self._device))
+
+    @classmethod
+    def of_future(cls, future: Future[Any]) -> EventHandle:
+        """An event that is complete when `future` is; its exception is raised by every wait."""
+        event = cls(torch.device("cpu"))
+        event._future = future
+        return event
+
+    def query(self) -> bool:
+        """True when the work is done (or failed); does not wait."""
+        if self._future is not None:
+            return self._future.done()
+        return bool(self._event.query()) if self._event is not None else True
+
+    def current_stream_wait(self) -> None:
+        """Makes the current stream wait for this point; on the CPU blocks the calling thread.
+
+        Raises:
+            MTMoEError: the error that ended the work, if it failed.
+        """
+        if self._future is not None:
+            self._future.result()
+        elif self._event is not None:
+            devices.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the work is done, whatever the device; raises its error."""
+        if self._future is not None:
+            self._future.result()
+        elif self._event is not None:
+            self._event.synchronize()
+
+    def result(self) -> Any:
+        """Waits for work of a host queue and returns what its function returned; None for other events."""
+        self.synchronize()
+        return None if self._future is None else self._future.result()
+
+
+class EventOverlap:
+    """What an asynchronous call returns: wait for it where its results are used.
+
+        recv_x, ..., handle, event = buffer.dispatch(..., async_with_compute_stream=True)
+        with event:
+            independent_computation()      # overlaps; the wait happens at the end of the block
+
+    Args:
+        event: the event; None for a call that was complete when it returned, where waiting does nothing.
+        extra_tensors: tensors kept alive until this object goes.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Calls `hook()` once, right after the next wait. One hook at a time.
+
+        Raises:
+            UsageError: a hook is already registered.
+        """
+        if self._hook is not None:
+            raise UsageError(
+                "a second hook for one event", allowed="one hook until the wait", fix="call both from one function"
+            )
+        self._hook = hook
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Makes the current stream (on the CPU: the calling thread) wait, then runs the hook.
+
+        Args:
+            release_handle: also drop the event and the tensors it keeps alive.
+        """
+        if self.event is not None:
+            self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event, self.extra_tensors = None, None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Waits and returns itself."""
+        self.current_stream_wait(release_handle)
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        """Starts the block that overlaps with the communication."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits at the end of the block, unless the block itself failed."""
+        if kind is None and self.event is not None:
+            self.current_stream_wait()
+
+
+def as_handle(event: EventHandle | EventOverlap | None) -> EventHandle | None:
+    """Both event classes are accepted wherever DeepEP takes one of them (V1 and V2 differ in which)."""
+    return event.event if isinstance(event, EventOverlap) else event
+
+
+class CommQueue:
+    """Runs functions one after the other beside the caller: a thread on the CPU, a side stream on an accelerator.
+
+    Args:
+        device: where the work runs.
+        name: name of the thread.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device = device
+        self._closed = False
+        self._stream: Any = None
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], tuple[EventHandle, ...], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if device.type != "cpu":
+            self._stream = devices.new_stream(device, priority=-1)
+        else:
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+
+    def submit(
+        self,
+        fn: Callable[[], Any],
+        *,
+        after: Iterable[EventHandle | None] = (),
+        host_check: EventHandle | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> EventHandle:
+        """Queues `fn` behind all earlier work of this queue.
+
+        Args:
+            fn: called without arguments under no_grad: in the thread (CPU), or now with the side stream current.
+            after: events whose work must be done first; without any, an accelerator waits for the current stream.
+                An event that failed fails this work with the same error, and `fn` is not called.
+            host_check: an event of a host queue with the same meaning, which a side stream does not wait for
+                (that would stall the host): there its failure is reported by whoever submitted it.
+            tensors: what `fn` reads and writes; kept from reuse until the side stream is past it.
+        """
+        if self._closed:
+            raise ClosedError("the comm queue is closed")
+        events = tuple(event for event in after if event is not None)
+        if self._stream is None:
+            future: Future[Any] = Future()
+            waits = (*events, host_check) if host_check is not None else events
+            self._jobs.put((fn, waits, future))
+            return EventHandle.of_future(future)
+        caller = devices.current_stream(self.device)
+        with devices.use_stream(self.device, self._stream), torch.no_grad():
+            if not events:
+                self._stream.wait_stream(caller)
+            for event in events:
+                event.current_stream_wait()
+            fn()
+            done = EventHandle(self.device)
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        return done
+
+    def allocating(self, on_queue: bool) -> contextlib.AbstractContextManager[Any]:
+        """Context in which new tensors belong to this queue's stream; no difference on the CPU."""
+        if on_queue and self._stream is not None:
+            context: contextlib.AbstractContextManager[Any] = devices.use_stream(self.device, self._stream)
+            return context
+        return contextlib.nullcontext()
+
+    def close(self, timeout: float) -> None:
+        """Ends the thread after the work already queued; later submits raise ClosedError. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout)
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                fn, waits, future = job
+                try:
+                    for event in waits:
+                        event.synchronize()
+                    future.set_result(fn())
+                except BaseException as error:
+                    future.set_exception(error)
+                # The loop must not keep tensors of the last job alive while it waits for the next one.
+                del job, fn, waits, future
