@@ -33,3 +33,8 @@ def has_launcher() -> bool:
 def timeout_seconds() -> float:
     """Bound of every host wait in seconds (EP_CPU_TIMEOUT_SECS, DeepEP's name); 300 by default."""
     return float(os.environ.get("EP_CPU_TIMEOUT_SECS", "300"))
+
+
+def for_child(**defaults: str) -> dict[str, str]:
+    """The environment for a process that this one starts; `defaults` hold where the user set nothing."""
+    return {**defaults, **os.environ}

@@ -1,0 +1,203 @@
+"""Checks that our layer and DualPipeV compute what stock Megatron computes, gradient by gradient.
+
+    python examples/parity.py            # exit 0: equal; 1: not; 2: a mistake in the settings
+    python examples/parity.py --fault    # the routing weights of our layer are off by 1 %: must exit 1
+
+Two comparisons, all in fp32 from weights seeded by global layer and expert, on the CPU:
+
+1. Three steps of stock Megatron on one process against our layer and DualPipeV under EP2 x PP2, over the same
+   samples (one process sees ep_size times the microbatches). Sums run in another order there, so gradients are
+   compared by ||a - b|| / ||b||: 2e-6 at step 1, then 1e-4, since Adam divides by a root of rounded squares.
+2. Stock 1F1B with the stock layer against ours on the same EP2 x PP2 ranks, clipping off. The order of every sum is the
+   same there, so every gradient must be equal bit by bit, whatever the number of microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from comm_core.runtime import env
+from comm_core.runtime.errors import MissingPackageError, UsageError
+from examples.config import DEFAULT_CONFIG, Config, load
+
+STEPS = 3
+FIRST_STEP_LIMIT, LATER_LIMIT, SCALAR_LIMIT = 2e-6, 1e-4, 1e-5
+BITWISE_MICROBATCHES = ((3, 3), (4, 4), (5, 5), (8, 8), (4, 6, 5))
+_ALWAYS = {
+    "train.dtype": "fp32",
+    "train.lr": 1e-3,
+    "train.warmup_steps": 0,
+    "train.seq_length": 32,
+    "model.init_std": 0.05,
+}
+
+
+def reference_config(path: str) -> Config:
+    """Stock Megatron on one process, with the microbatches of all data-parallel ranks of the parallel run."""
+    base = load(path, _ALWAYS)
+    layout = {
+        "parallel.ep_size": 1,
+        "parallel.pp_size": 1,
+        "parallel.schedule": "1f1b",
+        "parallel.moe_layer": "megatron",
+    }
+    return load(
+        path, {**_ALWAYS, **layout, "train.num_microbatches": base.train.num_microbatches * base.parallel.ep_size}
+    )
+
+
+def ours_config(path: str, **overrides: Any) -> Config:
+    """Our layer and DualPipeV, in the layout of the file."""
+    layout = {"parallel.schedule": "dualpipev", "parallel.moe_layer": "mt_moe", "parallel.split_weight_grad": True}
+    return load(path, {**_ALWAYS, **layout, **overrides})
+
+
+def stock_config(path: str) -> Config:
+    """Stock layer and stock 1F1B, in the layout of the file, clipping off."""
+    layout = {"parallel.schedule": "1f1b", "parallel.moe_layer": "megatron", "train.clip_grad": 0.0}
+    return load(path, {**_ALWAYS, **layout})
+
+
+@dataclass(slots=True)
+class Record:
+    """What one run left: per step the loss, the gradient norm and every gradient by global name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    peaks: list[int]
+
+
+def merge(records: list[Record]) -> Record:
+    """One record of all ranks; replicated parameters are equal on every rank that has them."""
+    first = records[0]
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in first.gradients]
+    for record in records:
+        for into, part in zip(gradients, record.gradients, strict=True):
+            into.update(part)
+    return Record(first.losses, first.norms, gradients, [peak for record in records for peak in record.peaks])
+
+
+def relative_errors(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+    """||a - b|| / ||b|| by parameter; a parameter whose reference is zero must be exactly zero (else infinity)."""
+    if ours.keys() != reference.keys():
+        raise AssertionError(f"different parameters: {sorted(ours.keys() ^ reference.keys())[:5]}")
+    errors = {}
+    for name, b in reference.items():
+        a, norm = ours[name].double(), float(b.double().norm())
+        distance = float((a - b.double()).norm())
+        errors[name] = distance / norm if norm else (0.0 if distance == 0 else float("inf"))
+    return errors
+
+
+def compare_with_one_process(ours: Record, reference: Record) -> bool:
+    """Prints the worst parameter of each step; True where all limits hold."""
+    good = True
+    for step in range(STEPS):
+        errors = relative_errors(ours.gradients[step], reference.gradients[step])
+        name = max(errors, key=lambda key: errors[key])
+        limit = FIRST_STEP_LIMIT if step == 0 else LATER_LIMIT
+        loss = abs(ours.losses[step] / reference.losses[step] - 1)
+        norm = abs(ours.norms[step] / reference.norms[step] - 1)
+        holds = errors[name] <= limit and loss <= SCALAR_LIMIT and norm <= SCALAR_LIMIT
+        good &= holds
+        print(
+            f"step {step + 1}: {len(errors)} gradients, worst {errors[name]:.1e} (limit {limit:.0e}) {name}; "
+            f"loss {ours.losses[step]:.6f} off by {loss:.1e}, gradient norm {ours.norms[step]:.6f} off by {norm:.1e} "
+            f"(limit {SCALAR_LIMIT:.0e}): {'ok' if holds else 'FAILED'}"
+        )
+    return good
+
+
+def compare_bitwise(ours: Record, stock: Record, microbatches: tuple[int, ...], pp_size: int) -> bool:
+    """True where every gradient of every step is equal bit by bit and the ranks held 2P+1 activations at most and at the peak."""
+    different = []
+    for step, (a, b) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
+        errors = relative_errors(a, b)
+        different += [(errors[name], step + 1, name) for name in errors if not torch.equal(a[name], b[name])]
+    limit = 2 * pp_size + 1
+    # With 2P-1 microbatches, one less than the schedule's full size, the first rank never fills up.
+    lowest = limit if min(microbatches) >= 2 * pp_size else limit - 1
+    peaks_hold = bool(ours.peaks) and all(lowest <= peak <= limit for peak in ours.peaks) and limit in ours.peaks
+    total = sum(len(step) for step in stock.gradients)
+    text = ", ".join(map(str, microbatches))
+    worst = f", worst {max(different)[0]:.1e} at step {max(different)[1]} {max(different)[2]}" if different else ""
+    print(
+        f"against stock 1F1B, microbatches {text}: {total - len(different)} of {total} gradients bitwise equal{worst}; "
+        f"peak of live activations {sorted(set(ours.peaks))} (2P+1 = {limit}): "
+        f"{'ok' if not different and peaks_hold else 'FAILED'}"
+    )
+    return not different and peaks_hold
+
+
+def _launch(num_ranks: int, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).resolve()), *arguments], env=env.for_child(OMP_NUM_THREADS="1"), check=False
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"a worker of the parity check failed (exit status {done.returncode}); see its traceback above"
+        )
+
+
+def _read(folder: Path, name: str) -> Record:
+    return merge([torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{name}.*.pt"))])
+
+
+def check(config_path: str, *, fault: bool) -> bool:
+    """Runs both comparisons; True where they hold."""
+    layout = ours_config(config_path)
+    ranks = layout.parallel.ep_size * layout.parallel.pp_size
+    layout.validate_layout(ranks)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        common = ["--config", config_path, "--folder", name, *(["--fault"] if fault else [])]
+        _launch(1, "--worker", "reference", *common)
+        _launch(ranks, "--worker", "ours", *common)
+        print(
+            f"stock Megatron on 1 process against ours on {ranks} (EP{layout.parallel.ep_size} x PP{layout.parallel.pp_size})"
+        )
+        good = compare_with_one_process(_read(folder, "ours"), _read(folder, "reference"))
+        for counts in BITWISE_MICROBATCHES:
+            key = "-".join(map(str, counts))
+            good &= compare_bitwise(
+                _read(folder, f"v-{key}"), _read(folder, f"stock-{key}"), counts, layout.parallel.pp_size
+            )
+    print("parity holds" if good else "parity FAILED")
+    return good
+
+
+def main() -> int:
+    """Parses the command line; a worker process runs its share, the parent starts workers and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=DEFAULT_CONFIG, help="model and layout (default: %(default)s)")
+    parser.add_argument("--fault", action="store_true", help="plant a fault of 1 %% in our layer; the check must fail")
+    parser.add_argument("--worker", choices=("reference", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    try:
+        if arguments.worker:
+            from examples import parity_worker
+
+            parity_worker.run(arguments.worker, arguments.config, arguments.folder, fault=arguments.fault)
+            return 0
+        return 0 if check(arguments.config, fault=arguments.fault) else 1
+    except (UsageError, MissingPackageError) as error:
+        if env.rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
