@@ -68,7 +68,7 @@ def test_the_wheel_names_its_license_and_its_extras(wheel: Path) -> None:
     folder = "mt_moe-0.1.0.dist-info"
     metadata = archive.read(f"{folder}/METADATA").decode()
     assert {"megatron", "te", "dev"} == set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.M))
-    required = re.findall(r"^Requires-Dist: ([\w-]+)[^;]*$", metadata, re.M)
+    required = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.M)
     assert set(required) | set(rules.PACKAGES) == rules.REQUIRED
     assert "Apache License" in archive.read(f"{folder}/licenses/LICENSE").decode()
 
