@@ -1,0 +1,62 @@
+"""Bidirectional pipeline schedules: build, validate, simulate, draw, execute. Knows no MoE and no Megatron.
+
+Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device.
+"""
+
+# ruff: noqa: F401 - the imports under TYPE_CHECKING tell type checkers what __getattr__ returns
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualpipe.actions import Action, Kind, Payload, StageKey
+    from dualpipe.executor import BackwardJob, Executor, ForwardJob, PipelineStateError, RunStats, StagePrograms
+    from dualpipe.module_stages import ModuleStages
+    from dualpipe.p2p import Edge
+    from dualpipe.pipeline import Pipeline, stages_of_rank
+    from dualpipe.schedule import (
+        Schedule,
+        build,
+        dualpipe,
+        dualpipev,
+        forward_only,
+        from_csv,
+        merge_backward,
+        one_f_one_b,
+        with_communication,
+    )
+    from dualpipe.validate import ScheduleError, validate
+    from dualpipe.weight_grad import WeightGradStore, split_linear, split_weight_grads
+
+_HOMES = {
+    "actions": ("Action", "Kind", "Payload", "StageKey"),
+    "executor": ("BackwardJob", "Executor", "ForwardJob", "PipelineStateError", "RunStats", "StagePrograms"),
+    "module_stages": ("ModuleStages",),
+    "p2p": ("Edge",),
+    "pipeline": ("Pipeline", "stages_of_rank"),
+    "schedule": (
+        "Schedule",
+        "build",
+        "dualpipe",
+        "dualpipev",
+        "forward_only",
+        "from_csv",
+        "merge_backward",
+        "one_f_one_b",
+        "with_communication",
+    ),
+    "validate": ("ScheduleError", "validate"),
+    "weight_grad": ("WeightGradStore", "split_linear", "split_weight_grads"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'dualpipe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"dualpipe.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
