@@ -62,11 +62,11 @@ clean:
 	rm -rf $(VENV) $(MEGATRON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Stamps: a step runs again only when what it depends on has changed.
-FOUND = $(shell $(PYTHON) -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || echo missing)
+FOUND = $(shell $(PYTHON) -c 'import sys; print("Python %d.%d.%d" % sys.version_info[:3])' 2>/dev/null || echo not there)
 USABLE = $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info >= (3, 11) else "")' 2>/dev/null)
 
 $(VENV)/.made:
-	$(if $(USABLE),,$(error $(PYTHON) is Python $(FOUND); 3.11 or newer is needed; name one: make PYTHON=python3.12))
+	$(if $(USABLE),,$(error $(PYTHON) is $(FOUND); 3.11 or newer is needed; name one: make PYTHON=python3.12))
 	@echo "creating $(VENV) with $(PYTHON) ($(FOUND))"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -14,12 +14,14 @@ from tests import rules
 Checker = Callable[[str, str], list[str]]
 
 
-def _findings(check: Checker, *folders: str) -> list[str]:
-    return [
+def _hold(check: Checker, *folders: str) -> None:
+    """Fails with every violation in the tree, one a line."""
+    found = [
         finding
         for path in rules.sources(*folders)
         for finding in check(path.read_text(encoding="utf-8"), rules.name_of(path))
     ]
+    assert not found, "\n" + "\n".join(found)
 
 
 def _lines(check: Checker, name: str, text: str) -> list[int]:
@@ -43,13 +45,13 @@ def test_devices_are_named_in_three_places() -> None:
     )
     assert _lines(rules.device_names, "mt_moe/planted.py", planted) == [2, 3, 4, 5, 6]
     assert _lines(rules.device_names, "comm_core/runtime/device.py", planted) == []
-    assert _findings(rules.device_names, *rules.PACKAGES) == []
+    _hold(rules.device_names, *rules.PACKAGES)
 
 
 def test_environment_is_read_in_one_file() -> None:
     planted = "import os\nos.environ['A'] = '1'\nos.getenv('B')\nfrom os import environ, path\nprint(os.path)\n"
     assert _lines(rules.environment, "dualpipe/planted.py", planted) == [2, 3, 4]
-    assert _findings(rules.environment, *rules.PACKAGES) == []
+    _hold(rules.environment, *rules.PACKAGES)
 
 
 def test_there_are_at_most_ten_environment_variables() -> None:
@@ -70,7 +72,7 @@ def test_megatron_is_imported_in_megatron_patch_alone() -> None:
     )
     assert _lines(rules.megatron_imports, "mt_moe/planted.py", planted) == [1, 3, 5]
     assert _lines(rules.megatron_imports, "megatron_patch/planted.py", planted) == []
-    assert _findings(rules.megatron_imports, *rules.PACKAGES) == []
+    _hold(rules.megatron_imports, *rules.PACKAGES)
 
 
 def test_optional_packages_are_imported_at_use() -> None:
@@ -91,13 +93,13 @@ def test_optional_packages_are_imported_at_use() -> None:
     assert _lines(rules.optional_imports, "mt_moe/planted.py", planted) == [2, 4, 12]
     assert _lines(rules.optional_imports, "megatron_patch/planted.py", planted) == [2, 4]
     assert _lines(rules.optional_imports, "megatron_patch/__init__.py", planted) == [2, 4, 12]
-    assert _findings(rules.optional_imports, *rules.PACKAGES) == []
+    _hold(rules.optional_imports, *rules.PACKAGES)
 
 
 def test_runtime_imports_the_standard_library_and_torch() -> None:
     planted = "import os\nimport torch\nimport numpy\nfrom comm_core import layout\nfrom comm_core.runtime import env\n"
     assert _lines(rules.runtime_imports, "comm_core/runtime/planted.py", planted) == [3, 4]
-    assert _findings(rules.runtime_imports, "comm_core") == []
+    _hold(rules.runtime_imports, "comm_core")
 
 
 def test_only_public_names_of_comm_core_are_used_outside_it() -> None:
@@ -110,7 +112,7 @@ def test_only_public_names_of_comm_core_are_used_outside_it() -> None:
     )
     assert _lines(rules.private_imports, "mt_moe/planted.py", planted) == [2, 4, 5]
     assert _lines(rules.private_imports, "comm_core/planted.py", planted) == []
-    assert _findings(rules.private_imports, *rules.PACKAGES) == []
+    _hold(rules.private_imports, *rules.PACKAGES)
 
 
 def test_files_and_functions_are_short() -> None:
@@ -118,7 +120,7 @@ def test_files_and_functions_are_short() -> None:
     assert _lines(rules.sizes, "mt_moe/planted.py", "\n" + long_function) == [2]
     assert _lines(rules.sizes, "mt_moe/planted.py", "def f() -> None:\n" + "    pass\n" * 59) == []
     assert _lines(rules.sizes, "mt_moe/planted.py", "x = 1\n" * 401) == [1]
-    assert _findings(rules.sizes, *rules.PACKAGES, "examples") == []
+    _hold(rules.sizes, *rules.PACKAGES, "examples")
 
 
 def _probe(folder: Path, *modules: str) -> list[str]:
@@ -141,7 +143,8 @@ def test_imports_have_no_side_effects() -> None:
     assert set(rules.PACKAGES) <= set(modules)
     # The packages first: what their `__init__` pulls in must not hide behind a submodule's import.
     modules.sort(key=lambda module: module.count("."))
-    assert _probe(rules.ROOT, *modules) == []
+    found = _probe(rules.ROOT, *modules)
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_side_effects_of_an_import_are_found(tmp_path: Path) -> None:
