@@ -21,12 +21,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from comm_core import ElasticBuffer
+from comm_core import ElasticBuffer, EPHandle
 from comm_core.runtime.errors import UsageError
 from megatron_patch import weight_grad
 from mt_moe.dispatcher import Dispatcher
 from mt_moe.experts import expert_mlp
-from mt_moe.functional import fan_out
+from mt_moe.functional import DispatchTicket, fan_out
 
 _BUFFERS: dict[Any, ElasticBuffer] = {}
 
@@ -73,25 +73,27 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def __init__(self, config: Any, pg_collection: Any, buffer: ElasticBuffer) -> None:
         super().__init__(config, pg_collection)
         self.dispatcher = Dispatcher(buffer, num_experts=config.num_moe_experts)
-        self._routing: Any = None
-        self._shape: torch.Size | None = None
+        self._handle: EPHandle | None = None
+        self._shape: tuple[int, ...] = ()
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts the exchange of counts. Returns tokens [T, hidden] and topk_weights [T, K]."""
-        self._shape = hidden_states.shape
+        self._shape = tuple(hidden_states.shape)
         topk_idx, topk_weights = topk_from_map(probs, routing_map, self.config.moe_router_topk)
-        self._routing = self.dispatcher.prepare(topk_idx)
+        self._handle = self.dispatcher.prepare(topk_idx)
         return hidden_states.reshape(-1, hidden_states.shape[-1]), topk_weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Moves tokens to the ranks of their experts: rows [N, hidden] by local expert, weights [N]."""
-        return self.dispatcher.wait_dispatch(self.launch(hidden_states, probs))
+        arrived = self.dispatcher.wait_dispatch(self.launch(hidden_states, probs))
+        return arrived.rows, arrived.row_weights
 
-    def launch(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> Any:
+    def launch(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> DispatchTicket:
         """First half of token_dispatch; finish it with `dispatcher.wait_dispatch(ticket)`."""
-        return self.dispatcher.launch_dispatch(hidden_states, topk_weights, self._routing)
+        assert self._handle is not None, "dispatch without dispatch_preprocess"
+        return self.dispatcher.launch_dispatch(hidden_states, topk_weights, self._handle)
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -101,7 +103,8 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def counts(self) -> list[int]:
         """Rows of each local expert for the microbatch in flight."""
-        return self.dispatcher.counts(self._routing)
+        assert self._handle is not None, "counts without dispatch_preprocess"
+        return self._handle.num_unaligned_recv_tokens_per_expert_list
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to reorder."""
@@ -109,11 +112,12 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sums the rows of each token on its own rank: [T, hidden]."""
-        return self.dispatcher.wait_combine(self.dispatcher.launch_combine(hidden_states, self._routing))
+        assert self._handle is not None, "combine without dispatch_preprocess"
+        return self.dispatcher.wait_combine(self.dispatcher.launch_combine(hidden_states, self._handle))
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Back to the shape that dispatch_preprocess was given."""
-        self._routing = None
+        self._handle = None
         return hidden_states.reshape(self._shape)
 
 
@@ -181,8 +185,8 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
         tokens, topk_weights = self.preprocess(to_dispatch, probs, routing_map)
         ticket = dispatcher.launch(tokens, topk_weights)
         shared = self.shared_experts_compute(to_shared)
-        rows, row_weights = dispatcher.dispatcher.wait_dispatch(ticket)
-        output, _ = self.routed_experts_compute(rows, row_weights)
+        arrived = dispatcher.dispatcher.wait_dispatch(ticket)
+        output, _ = self.routed_experts_compute(arrived.rows, arrived.row_weights)
         return self.postprocess(self.combine(output), shared), None
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:

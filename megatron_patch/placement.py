@@ -41,6 +41,8 @@ class VLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         UsageError: the layers do not fill the stages evenly.
     """
 
+    layout: list[list[Any]]
+
     def __init__(self, num_layers: int, pp_size: int) -> None:
         stages = 2 * pp_size
         if num_layers < stages or num_layers % stages:
@@ -53,8 +55,9 @@ class VLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
         super().__init__(rows, pp_size)
-        # Megatron sorted the stages as v * P + r; bring them into the order of the V.
-        self._by_stage = [self.layout[stage % pp_size][stage // pp_size] for stage in range(stages)]
+        # Megatron sorted the stages as chunk * P + rank; bring them into the order of the V.
+        stock: list[list[Any]] = self.layout
+        self._by_stage = [stock[stage % pp_size][stage // pp_size] for stage in range(stages)]
         self.layout = [[self._by_stage[stage_of(rank, chunk, pp_size)] for chunk in (0, 1)] for rank in range(pp_size)]
 
     def get_layer_offset(

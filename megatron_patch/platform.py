@@ -24,8 +24,16 @@ from megatron_patch.patches import ANY, MISSING, Patch
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "zeros ones empty tensor full arange rand randn randint as_tensor zeros_like ones_like empty_like full_like linspace eye"
-).split()
+    *("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "linspace", "eye", "rand", "randn", "randint"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+)
+_MUSA_NAMES = (
+    *("current_device", "set_device", "device_count", "synchronize", "empty_cache"),
+    *("current_stream", "default_stream", "stream", "Stream", "Event"),
+    *("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"),
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("memory_stats", "reset_peak_memory_stats"),
+)
 
 
 class _Stream:
@@ -186,7 +194,7 @@ def _torch_patches() -> list[Patch]:
             "torch:Tensor.type",
             _type_as_cuda_for_optimizer,
             ANY,
-            "optimizers accept 'torch.cuda.*Tensor' types alone; only calls from megatron.core.optimizer are answered so",
+            "optimizers accept 'torch.cuda.*Tensor' alone; only calls from megatron.core.optimizer are answered so",
         ),
     ]
     return patches
@@ -308,10 +316,5 @@ def cpu() -> list[Patch]:
 def musa() -> list[Patch]:
     """Redirects Megatron's `torch.cuda` calls to `torch.musa`. Prepared after torch_musa's documentation, not run."""
     module = devices.accelerator("musa")
-    names = (
-        "current_device set_device device_count synchronize empty_cache current_stream default_stream stream Stream Event "
-        "get_rng_state set_rng_state manual_seed manual_seed_all memory_allocated max_memory_allocated memory_reserved "
-        "max_memory_reserved memory_stats reset_peak_memory_stats"
-    ).split()
     reason = "torch_musa has the same call under torch.musa"
-    return [Patch(f"torch.cuda:{name}", _value(getattr(module, name)), ANY, reason) for name in names]
+    return [Patch(f"torch.cuda:{name}", _value(getattr(module, name)), ANY, reason) for name in _MUSA_NAMES]

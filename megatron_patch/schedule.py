@@ -112,8 +112,8 @@ class PipelineSchedule:
 
     Args:
         name: schedule to run; "dualpipev".
-        split_weight_grad: run I and W apart where the schedule says so; needs `megatron_patch.apply(split_weight_grad=True)`
-            for Megatron's own linears (without it their weight gradients are simply part of I).
+        split_weight_grad: run I and W apart where the schedule says so. Megatron's own linears defer their weight
+            gradients after `megatron_patch.apply(split_weight_grad=True)`; without it these are part of I.
         group: pipeline ranks; Megatron's pipeline group by default.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Megatron's linears give their weight gradients to a store, so that W can run apart from I.
 
-Column- and row-parallel linears both call one function of `megatron.core.tensor_parallel.layers` by its module-global
-name; replacing that name covers attention and MLA projections, dense MLPs, SequentialMLP experts, shared experts and the
-output layer. Router, norms and embedding keep their gradients in I; they are small.
+Column- and row-parallel linears both call one function of `megatron.core.tensor_parallel.layers` by its
+module-global name; replacing that name covers attention and MLA projections, dense MLPs, SequentialMLP experts, shared
+experts and the output layer. Router, norms and embedding keep their gradients in I; they are small.
 """
 
 from __future__ import annotations
