@@ -1,1 +1,21 @@
 """Mixture-of-experts layer on comm_core: router, experts, and communication that overlaps through autograd."""
+
+from __future__ import annotations
+
+from mt_moe.config import MoEConfig
+from mt_moe.dispatcher import Dispatcher
+from mt_moe.experts import expert_mlp
+from mt_moe.functional import fan_out, launch_combine, launch_dispatch, wait_combine, wait_dispatch
+from mt_moe.layer import MoELayer
+
+__all__ = [
+    "Dispatcher",
+    "MoEConfig",
+    "MoELayer",
+    "expert_mlp",
+    "fan_out",
+    "launch_combine",
+    "launch_dispatch",
+    "wait_combine",
+    "wait_dispatch",
+]

@@ -2,8 +2,8 @@
 
 A pipeline schedule that splits backward into I (gradients of the inputs) and W (gradients of the weights) needs to
 compute W later, at a moment of its own. So each product exists twice: with the weight as an autograd input, or with the
-weight hidden from autograd and its gradient handed as a closure to a `Defer` callable. Both run the same products on the
-same shapes, so that deferring changes no bit:
+weight hidden from autograd and its gradient handed as a closure to a `Defer` callable. Both run the same products on
+the same shapes, so that deferring changes no bit:
 
     y = x @ W.T          dx = dy @ W          dW = dy.T @ x
 """

@@ -95,12 +95,16 @@ class Unit:
 
     def __call__(self, hidden: Tensor, row_weights: Tensor) -> Tensor:
         """[num_rows, ffn or 2 * ffn] and [num_rows] to [num_rows, ffn], in the dtype of `hidden`."""
-        if self.gated:
-            gate, up = torch.chunk(hidden, 2, dim=-1)
-            hidden = self.activation(gate) * up
-        else:
-            hidden = self.activation(hidden)
+        hidden = activated(hidden, self.activation, self.gated)
         return (hidden * row_weights.unsqueeze(-1)).to(hidden.dtype)
+
+
+def activated(hidden: Tensor, activation: Callable[[Tensor], Tensor], gated: bool) -> Tensor:
+    """act(gate) * up of [num_rows, 2 * ffn] = gate || up where `gated`, else act of [num_rows, ffn]."""
+    if not gated:
+        return activation(hidden)
+    gate, up = torch.chunk(hidden, 2, dim=-1)
+    return activation(gate) * up
 
 
 Run: TypeAlias = Callable[[Tensor, Rows, Tensor, Weights, Weights, Unit], Tensor]
@@ -261,7 +265,7 @@ def expert_mlp(
         rows: [num_rows, hidden], expert-major; the group of an expert starts at a multiple of `expert_alignment`,
             padding rows are zero.
         counts: rows of each local expert, unaligned, on the host.
-        row_weights: [num_rows] fp32, the routing weight of each row.
+        row_weights: [num_rows] fp32 or fp64, the routing weight of each row.
         fc1: one [2 * ffn, hidden] (gate above up) or, plain, [ffn, hidden] an expert; or all packed in one tensor.
         fc2: one [hidden, ffn] an expert; or all packed in one tensor.
         expert_alignment: that of the dispatch handle.
@@ -323,6 +327,9 @@ class Experts(nn.Module):
         config: sizes, activation, seed and implementation.
         first_expert: global number of the first local expert.
         num_local_experts: experts held here.
+        name: prefix of the names that the initial weights depend on.
+        dtype: of the weights.
+        device: of the weights.
     """
 
     def __init__(
@@ -331,6 +338,7 @@ class Experts(nn.Module):
         *,
         first_expert: int,
         num_local_experts: int,
+        name: str = "experts",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -340,13 +348,13 @@ class Experts(nn.Module):
         width = (2 if config.gated else 1) * config.ffn
         shapes = {"fc1": (width, config.hidden), "fc2": (config.hidden, config.ffn)}
         packed = {
-            name: torch.stack(
+            kind: torch.stack(
                 [
-                    seeded_normal(shape, config.init_std, seed=config.seed, name=f"experts.{name}", index=expert)
+                    seeded_normal(shape, config.init_std, seed=config.seed, name=f"{name}.{kind}", index=expert)
                     for expert in range(first_expert, first_expert + num_local_experts)
                 ]
             ).to(device, dtype)
-            for name, shape in shapes.items()
+            for kind, shape in shapes.items()
         }
         self.fc1 = nn.Parameter(packed["fc1"])
         self.fc2 = nn.Parameter(packed["fc2"])

@@ -79,6 +79,7 @@ class _LaunchDispatch(torch.autograd.Function):
         rows, _, row_weights, exchange.handle, exchange.event = exchange.buffer.dispatch(
             x, handle=exchange.handle, topk_weights=topk_weights, async_with_compute_stream=True
         )
+        assert row_weights is not None, "weights were given"
         return rows, row_weights
 
     @staticmethod
@@ -155,15 +156,15 @@ def launch_dispatch(buffer: ElasticBuffer, x: Tensor, topk_weights: Tensor, hand
 
     Args:
         buffer: the endpoint of this rank.
-        x: [num_tokens, hidden], contiguous. Not kept for backward: its storage may be freed afterwards.
-        topk_weights: [num_tokens, num_topk] fp32; the lanes masked in `topk_idx` are ignored and get gradient 0.
+        x: [num_tokens, hidden]. Not kept for backward: its storage may be freed once the wait is over, not before.
+        topk_weights: [num_tokens, num_topk] fp32 or fp64; lanes masked in `topk_idx` are ignored and get gradient 0.
         handle: from `buffer.prepare(topk_idx, num_experts=..., do_expand=True, expert_alignment=...)`.
 
     Returns:
         A ticket for `wait_dispatch`. Gradients flow to `x` (sum over its rows) and to `topk_weights`.
     """
     exchange = _Exchange(buffer, handle)
-    rows, row_weights = _LaunchDispatch.apply(x, topk_weights, exchange)
+    rows, row_weights = _LaunchDispatch.apply(x.contiguous(), topk_weights.contiguous(), exchange)
     return DispatchTicket(rows, row_weights, exchange.handle, exchange)
 
 
@@ -172,7 +173,7 @@ def wait_dispatch(ticket: DispatchTicket) -> tuple[Tensor, Tensor]:
 
     Returns:
         rows [num_rows, hidden] in expert-major order, inside an expert by (source rank, token), alignment gaps zero;
-        row_weights [num_rows] fp32, the routing weight of each row.
+        row_weights [num_rows] in the dtype of `topk_weights`, the routing weight of each row.
     """
     rows, row_weights = _WaitDispatch.apply(ticket.rows, ticket.row_weights, ticket._exchange)
     return rows, row_weights
@@ -183,11 +184,11 @@ def launch_combine(buffer: ElasticBuffer, rows: Tensor, handle: EPHandle) -> Com
 
     Args:
         buffer: the endpoint of this rank.
-        rows: [num_rows, hidden] in the order of the dispatch. Not kept for backward.
+        rows: [num_rows, hidden] in the order of the dispatch. Not kept for backward; to be left alone until the wait.
         handle: the handle of that dispatch (`ticket.handle`).
     """
     exchange = _Exchange(buffer, handle)
-    y = _LaunchCombine.apply(rows, exchange)
+    y = _LaunchCombine.apply(rows.contiguous(), exchange)
     return CombineTicket(y, handle, exchange)
 
 

@@ -1,0 +1,208 @@
+"""MoELayer: router, dispatch, experts, combine and shared expert, in plain torch.
+
+    router -> prepare -> launch dispatch -> shared expert -> wait -> experts -> launch combine -> wait -> add
+
+The shared expert runs while the rows travel, in forward and in backward (`functional` says why). The layer is the same
+code on one process and on many; only the group differs.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from comm_core import ElasticBuffer
+from comm_core.runtime import device as devices
+from comm_core.runtime import env
+from comm_core.runtime.errors import UsageError
+from mt_moe.config import MoEConfig
+from mt_moe.dispatcher import Dispatcher
+from mt_moe.expert_linear import Defer
+from mt_moe.experts import Experts
+from mt_moe.functional import fan_out
+from mt_moe.router import Router, balance_loss
+from mt_moe.shared_experts import SharedExperts
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts layer whose experts are spread over the ranks of one group. Building it is collective.
+
+    Parameters: `router.weight`, `experts.fc1`, `experts.fc2`, and with a shared expert `shared.fc1`, `shared.fc2`.
+    Initial weights depend on `config.seed`, their name, `layer_number` and the global expert number alone, so the same
+    layer starts alike under any number of ranks.
+
+        with MoELayer(config) as layer:       # one process; under torchrun pass group= or buffer=
+            y = layer(x)
+
+    Args:
+        config: sizes and rules.
+        group: the ranks that share the experts; the layer makes a buffer on it and closes it. With neither group nor
+            buffer the default group is taken, or, in a process that was not started with others, a group of one that
+            `close` removes.
+        buffer: a buffer made by the caller, which stays the caller's to close. Layers may share one.
+        layer_number: tells the initial weights of several layers apart.
+        dtype: of the weights.
+        device: of the weights; the buffer's by default.
+
+    Raises:
+        UsageError: group and buffer together, experts that the ranks do not divide, several processes without a group.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        buffer: ElasticBuffer | None = None,
+        layer_number: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if group is not None and buffer is not None:
+            raise UsageError("group and buffer", allowed="one of them", fix="leave group out: the buffer has its own")
+        num_ranks = buffer.num_ranks if buffer is not None else dist.get_world_size(group) if _has_group() else 1
+        if config.num_experts % num_ranks:
+            raise UsageError(
+                f"num_experts = {config.num_experts} on {num_ranks} ranks",
+                allowed=f"a multiple of {num_ranks}",
+                fix="choose a number of ranks that divides the experts",
+            )
+        self._owns_group = buffer is None and not _has_group() and _make_group_of_one()
+        self._owns_buffer = buffer is None
+        self.buffer = ElasticBuffer(group) if buffer is None else buffer
+        self.config = config
+        self.dispatcher = Dispatcher(self.buffer, config.num_experts, config.expert_alignment)
+        where = self.buffer.device if device is None else torch.device(device)
+        num_local = config.num_experts // self.buffer.num_ranks
+        prefix = f"layers.{layer_number}"
+        self.router = Router(config, name=f"{prefix}.router", dtype=dtype, device=where)
+        self.experts = Experts(
+            config,
+            first_expert=self.buffer.rank * num_local,
+            num_local_experts=num_local,
+            name=f"{prefix}.experts",
+            dtype=dtype,
+            device=where,
+        )
+        self.shared = None
+        if config.shared_ffn:
+            self.shared = SharedExperts(config, name=f"{prefix}.shared", dtype=dtype, device=where)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        aux_losses: list[Tensor] | None = None,
+        defer: Defer | None = None,
+    ) -> Tensor:
+        """Every token through its experts and the shared expert. Collective: every rank calls it, with any tokens.
+
+        Args:
+            x: [..., hidden]; any leading shape, also without tokens.
+            token_mask: bool, the leading shape of x; a token with False meets no routed expert.
+            aux_losses: takes the balance loss (a scalar), to be added to the loss; needed in training where
+                `aux_loss_coefficient` is set. The next to last dimension of x is the sequence.
+            defer: takes the weight gradients of routed and shared experts out of backward; see `expert_mlp`.
+
+        Returns:
+            [..., hidden] in the dtype of x.
+
+        Raises:
+            UsageError: a last dimension other than hidden, a mask of another shape, a balance loss with no place to go.
+        """
+        self._check(x, token_mask, aux_losses)
+        tokens = x.reshape(-1, self.config.hidden)
+        mask = None if token_mask is None else token_mask.reshape(-1)
+        # The order of the aliases is the order in which their gradients are added.
+        to_dispatch, to_router, to_shared = fan_out(tokens, 3)
+        routing = self.router(to_router, mask)
+        if aux_losses is not None and self.config.aux_loss_coefficient > 0:
+            num_sequences = max(1, tokens.shape[0] // x.shape[-2]) if x.dim() > 1 and x.shape[-2] else 1
+            loss = balance_loss(routing.scores, self.config, num_sequences=num_sequences, token_mask=mask)
+            aux_losses.append(loss)
+        handle = self.dispatcher.prepare(routing.topk_idx)
+        ticket = self.dispatcher.launch_dispatch(to_dispatch, routing.topk_weights, handle)
+        shared = None if self.shared is None else self.shared(to_shared, defer=defer)
+        arrived = self.dispatcher.wait_dispatch(ticket)
+        rows = self.experts(arrived.rows, arrived.counts, arrived.row_weights, defer=defer)
+        y = self.dispatcher.wait_combine(self.dispatcher.launch_combine(rows, arrived.handle))
+        return (y if shared is None else y + shared).view(x.shape)
+
+    @torch.no_grad()
+    def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """Moves the router's bias by the tokens routed in training since the last call, and starts counting anew.
+
+        Collective. Call it once an optimizer step.
+
+        Args:
+            group: all ranks whose tokens this router sees; the ranks of the buffer by default.
+        """
+        counts = self.router.tokens_per_expert.clone()
+        dist.all_reduce(counts, group=self.buffer.group if group is None else group)
+        self.router.update_expert_bias(counts)
+        self.router.tokens_per_expert.zero_()
+
+    def close(self) -> None:
+        """Closes the buffer (and the group of one) that the layer made itself. Collective, idempotent."""
+        if self._owns_buffer:
+            self.buffer.close()
+        if self._owns_group:
+            self._owns_group = False
+            dist.destroy_process_group()
+
+    def __enter__(self) -> MoELayer:
+        """The layer, closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; where the block failed, without waiting for ranks that may not come."""
+        if self._owns_buffer and kind is not None:
+            self.buffer.__exit__(kind, error, trace)
+        self.close()
+
+    def _check(self, x: Tensor, token_mask: Tensor | None, aux_losses: list[Tensor] | None) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.config.hidden:
+            raise UsageError(
+                f"x of shape {list(x.shape)}", allowed=f"[..., {self.config.hidden}]", fix="pass tokens of width hidden"
+            )
+        if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
+            raise UsageError(
+                f"token_mask {token_mask.dtype} of shape {list(token_mask.shape)}",
+                allowed=f"bool {list(x.shape[:-1])}",
+                fix="pass one flag a token",
+            )
+        if self.training and self.config.aux_loss_coefficient > 0 and aux_losses is None:
+            raise UsageError(
+                f"aux_loss_coefficient = {self.config.aux_loss_coefficient} and no aux_losses",
+                allowed="a list that takes the loss",
+                fix="call layer(x, aux_losses=losses) and add sum(losses) to the loss, or set the coefficient to 0",
+            )
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _make_group_of_one() -> bool:
+    """Makes this process a default group of its own.
+
+    Raises:
+        UsageError: a launcher started several processes, which then would each train alone, unnoticed.
+    """
+    if env.has_launcher() and env.world_size() > 1:
+        raise UsageError(
+            f"no process group in one of {env.world_size()} processes",
+            allowed="an initialised torch.distributed group",
+            fix="call torch.distributed.init_process_group first, or pass group= or buffer=",
+        )
+    backend = devices.collective_backend("cpu")
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return True
