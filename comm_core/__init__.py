@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from comm_core.elastic import ElasticBuffer
     from comm_core.event import EventHandle, EventOverlap
     from comm_core.handle import EPHandle
-    from comm_core.validate import TOPK_IDX_DTYPE as topk_idx_t
+    from comm_core.validate import topk_idx_t
 
 # Resolved at first use, so that importing comm_core.runtime or comm_core.layout loads nothing else.
 _WHERE = {
@@ -17,7 +17,7 @@ _WHERE = {
     "EPHandle": ("comm_core.handle", "EPHandle"),
     "EventHandle": ("comm_core.event", "EventHandle"),
     "EventOverlap": ("comm_core.event", "EventOverlap"),
-    "topk_idx_t": ("comm_core.validate", "TOPK_IDX_DTYPE"),
+    "topk_idx_t": ("comm_core.validate", "topk_idx_t"),
 }
 
 __all__ = ["EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]

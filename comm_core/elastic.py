@@ -10,7 +10,6 @@ cached dispatch later, so that no host wait stands between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -25,12 +24,16 @@ from comm_core.handle import EPHandle
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import ClosedError, UsageError
+from comm_core.validate import CombineArgs, DispatchArgs, Limits
 
 Event = EventHandle | EventOverlap
 
 
 class ElasticBuffer:
     """Expert-parallel communication of one process group. Building and closing are collective calls.
+
+    Operations are carried out in the order of the calls, which must be the same on all ranks. Any number of handles
+    may be outstanding.
 
     Args:
         group: ranks that share the experts; expert e lives on rank e // (num_experts / num_ranks). It bootstraps
@@ -82,28 +85,29 @@ class ElasticBuffer:
     ) -> None:
         self._closed = True  # until the backend exists
         for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_bytes", num_bytes or 0)):
-            validate.positive(name, value, least=0)
-        self.num_max_tokens_per_rank = validate.positive(
-            "num_max_tokens_per_rank", num_max_tokens_per_rank, least=0
-        )
+            validate.whole(name, value, least=0)
+        bound = validate.whole("num_max_tokens_per_rank", num_max_tokens_per_rank, least=0)
         if num_cpu_bytes or use_fp8_dispatch or not allow_multiple_reduction:
             raise validate.unsupported(
                 f"num_cpu_bytes={num_cpu_bytes}, use_fp8_dispatch={use_fp8_dispatch}, "
                 f"allow_multiple_reduction={allow_multiple_reduction}",
                 "num_cpu_bytes=0, use_fp8_dispatch=False, allow_multiple_reduction=True",
             )
-        self.group = dist.group.WORLD if group is None else group
-        if self.group is None:
-            raise UsageError(
-                "no process group", allowed="an initialised torch.distributed group", fix="call init_process_group first"
-            )
+        if group is None and not dist.is_initialized():
+            raise UsageError("no group", allowed="a torch.distributed group", fix="call init_process_group first")
+        chosen: Any = dist.group.WORLD if group is None else group
+        self.group: dist.ProcessGroup = chosen
         timeout = env.timeout_seconds() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
         if device is None:
             device = devices.of_collective_backend(str(dist.get_backend(self.group)))
-        self.device = torch.device(device)
-        self._backend = registry.create(backend, self.group, self.device, timeout)
+        self._backend = registry.create(backend, self.group, torch.device(device), timeout)
         self.rank = self.rank_idx = self._backend.rank
-        self.num_ranks = self._backend.num_ranks
+        self.num_ranks, self.device = self._backend.num_ranks, self._backend.device
+        self.num_max_tokens_per_rank = bound
+        able, number = self._backend.capabilities, self._backend.buffer_id
+        self._limits = Limits(
+            self.device, self.num_ranks, number, bound, able.dtypes, able.hidden_multiple, able.worst_case_outputs
+        )
         self._num_handles = 0
         self._closed = False
 
@@ -127,29 +131,37 @@ class ElasticBuffer:
             topk_idx: int64 [num_tokens, num_topk], global expert ids, -1 masked, none twice in a row.
             num_experts: global number, a multiple of num_ranks.
             expert_alignment: an expert's first expanded row is a multiple of it.
-            do_expand: rows of dispatch are one per (token, local expert).
+            do_expand: rows of dispatch are one per (token, local expert), expert-major.
             num_max_tokens_per_rank: bound of tokens a rank, equal on all ranks; the buffer's by default, 0 for none.
             previous_event: topk_idx is ready then.
             do_handle_copy: keep a copy of topk_idx; False keeps the tensor itself, which must not change then.
 
         Raises:
-            UsageError: this rank's arguments are wrong.
-            CommError, CommTimeoutError: at the first read of the handle, on all ranks, where a rank's ids are wrong,
+            UsageError: this rank's arguments are wrong (ids: at the first read of the handle).
+            CommError, CommTimeoutError: at the first read of the handle, where another rank's arguments are wrong,
                 the ranks disagree, or one does not answer.
         """
         self._check_open()
+        bound = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+        problem = validate.problem_of(
+            lambda: validate.routing(topk_idx, num_experts, expert_alignment, bound, self._limits)
+        )
+        if problem is not None:
+            self._backend.refuse("prepare", problem)
         return self._start(
             "prepare",
             topk_idx,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            do_expand=do_expand,
-            bound=num_max_tokens_per_rank,
-            after=as_handle(previous_event),
-            do_handle_copy=do_handle_copy,
+            {
+                "num_experts": num_experts,
+                "expert_alignment": expert_alignment,
+                "do_expand": int(do_expand),
+                "num_max_tokens_per_rank": bound,
+            },
+            previous_event,
+            do_handle_copy,
         )
 
-    def dispatch(
+    def dispatch(  # noqa: D417 (most arguments are those of prepare)
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor | None = None,
@@ -172,110 +184,38 @@ class ElasticBuffer:
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
-        """Sends each token to the ranks of its experts.
+        """Sends each token to the ranks of its experts: n rows arrive here, in (source rank, token) order.
 
-        n is the number of received rows, in (source rank, token) order. With do_expand there is one row per (token,
-        local expert), expert-major, and alignment gaps are zeros.
+        With do_expand one row per (token, local expert) comes out, expert-major, alignment gaps zero. Arguments not
+        named here are as in `prepare`; FP8, statistics and do_cpu_sync=False are not supported here.
 
         Args:
             x: [num_tokens, hidden], bf16, fp16, fp32 or fp64, contiguous.
-            topk_idx: as in `prepare`; None with a handle.
             topk_weights: fp32 or fp64 [num_tokens, num_topk].
-            cumulative_local_expert_recv_stats: not supported here.
-            num_experts, num_max_tokens_per_rank, expert_alignment: as in `prepare`; with a handle they may be left
-                out and must equal the handle's otherwise.
             num_sms, num_qps: hints for backends with kernels.
-            previous_event: inputs are ready then.
-            previous_event_before_epilogue: what follows the transfer on this rank waits for it.
+            previous_event, previous_event_before_epilogue: the transfer, what follows it here, wait for these.
             async_with_compute_stream: return before the rows are there; wait for the event before reading them.
             allocate_on_comm_stream: outputs belong to the comm stream (accelerators).
-            handle: a cached dispatch along a known routing decision, its do_expand included.
-            do_handle_copy: as in `prepare`.
-            do_cpu_sync: shapes are exact, which needs the counts: True (or None) for a fresh dispatch.
-            do_expand: expanded rows.
-            do_zero_padding: alignment gaps are zeros, as they always are here; needs do_expand.
-            use_tma_aligned_col_major_sf: not supported here.
+            handle: send along a known routing decision (a cached dispatch); its settings may be left out.
 
         Returns:
-            recv_x [n or expanded rows, hidden]; recv_topk_idx int64 [n, num_topk] with local ids, -1 elsewhere (None
-            with do_expand); recv_topk_weights [n, num_topk] as sent, unmasked, or one weight per expanded row (None
-            where none were given); the handle; the event (without an event in it for a synchronous call).
+            recv_x; recv_topk_idx int64 [n, num_topk], local ids, -1 elsewhere (None with do_expand);
+            recv_topk_weights [n, num_topk] as sent, or one weight a row with do_expand (None without weights); the
+            handle; the event, empty for a synchronous call.
 
-        Raises:
-            UsageError: this rank's arguments are wrong.
-            CommError: another rank's are, or the ranks disagree.
-            CommTimeoutError: a rank did not answer.
-            ClosedError: after close().
+        Raises: UsageError: this rank's arguments are wrong. CommError: another rank's are, or the ranks disagree.
+            CommTimeoutError: a rank did not answer. ClosedError: after close().
         """
-        self._check_open()
-        after, epilogue = as_handle(previous_event), as_handle(previous_event_before_epilogue)
-        fresh = handle is None
+        args = DispatchArgs(
+            x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+            expert_alignment, num_sms, num_qps, previous_event, previous_event_before_epilogue,
+            allocate_on_comm_stream, handle, do_handle_copy, do_cpu_sync, do_expand, do_zero_padding,
+            use_tma_aligned_col_major_sf,
+        )  # fmt: skip
+        recv_x, recv_topk_idx, recv_topk_weights, handle, event = self._dispatch(args)
+        return recv_x, recv_topk_idx, recv_topk_weights, handle, _overlap(event, async_with_compute_stream)
 
-        def check() -> None:
-            validate.hints(num_sms=num_sms, num_qps=num_qps)
-            validate.dispatch_options(
-                self._backend.capabilities,
-                stats=cumulative_local_expert_recv_stats is not None,
-                col_major_sf=use_tma_aligned_col_major_sf,
-                do_cpu_sync=do_cpu_sync,
-                cached=not fresh,
-                padding_without_expand=do_zero_padding and not (do_expand or (handle is not None and handle.do_expand)),
-            )
-            validate.rows("x", x, self._backend.capabilities, self.device)
-            idx = topk_idx
-            if handle is not None:
-                own = validate.own_handle(handle, self._backend.buffer_id)
-                idx = own.topk_idx
-                validate.cached(own, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
-            if isinstance(idx, torch.Tensor) and idx.dim() == 2:
-                validate.num_tokens(x, idx.shape[0], "one a token of the routing")
-                validate.weights(topk_weights, tuple(idx.shape), "one weight a lane", self.device)
-
-        problem = _problem_of(check)
-        settings = self._settings_of(x, topk_weights) if problem is None else {}
-        if handle is None:
-            handle = self._start(
-                "dispatch",
-                topk_idx,
-                num_experts=num_experts,
-                expert_alignment=1 if expert_alignment is None else expert_alignment,
-                do_expand=do_expand,
-                bound=num_max_tokens_per_rank,
-                after=after,
-                do_handle_copy=do_handle_copy,
-                num_sms=num_sms,
-                settings=settings,
-                problem=problem,
-            )
-        elif problem is not None:
-            self._backend.refuse("cached dispatch", problem)
-        else:
-            settings |= {"handle": handle.number}
-        layout = handle.layout  # waits for the counts; raises on all ranks where the exchange failed
-        with self._backend.queue.allocating(allocate_on_comm_stream):
-            out_x = x.new_empty(handle.num_recv_rows, x.shape[1])
-            out_idx = None if handle.do_expand else torch.empty_like(
-                layout.recv.local_idx, device=self.device
-            )
-            shape = (handle.num_recv_rows,) if handle.do_expand else (handle.num_recv_rows, handle.num_topk)
-            out_weights = None if topk_weights is None else topk_weights.new_empty(shape)
-        event = self._backend.dispatch(
-            MoveJob(
-                op="dispatch" if fresh else "cached dispatch",
-                settings=None if fresh else settings,
-                handle=handle,
-                x=x.detach(),
-                weights=None if topk_weights is None else topk_weights.detach(),
-                out_x=out_x,
-                out_idx=out_idx,
-                out_weights=out_weights,
-                after=(after,),
-                before_epilogue=epilogue,
-            )
-        )
-        return out_x, out_idx, out_weights, handle, self._overlap(event, async_with_compute_stream)
-
-    def combine(
+    def combine(  # noqa: D417 (most arguments are those of dispatch)
         self,
         x: torch.Tensor,
         handle: EPHandle,
@@ -291,59 +231,28 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sends rows back to the ranks of their tokens and adds them up. Weights are returned, not applied.
 
+        Sums are fp32 (fp64 for fp64) in the order of the last lane of each rank, rounded once to x's dtype; expanded
+        rows are added up on their rank first, in lane order, and rounded there. A token without any expert gets the
+        bias, or 0. Arguments not named here are as in `dispatch`.
+
         Args:
-            x: rows as dispatch returned them for `handle` ([n, hidden], or expanded rows), contiguous.
-            handle: of the dispatch.
-            topk_weights: fp32 or fp64 [n, num_topk], or [expanded rows]: routed back to the lanes.
+            x: rows as dispatch returns them for `handle` ([n, hidden], or expanded rows), contiguous.
+            handle: of that dispatch.
+            topk_weights: fp32 or fp64 [n, num_topk], or one a row with do_expand: routed back to the lanes.
             bias: none, one or two tensors [num_tokens, hidden] of x's dtype, added first.
-            num_sms, num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
-                allocate_on_comm_stream: as in dispatch.
 
         Returns:
             combined_x [num_tokens, hidden]; combined_topk_weights [num_tokens, num_topk], lane k from the rank of its
-            expert, 0 at masked lanes (None where none were given); the event. Sums are fp32 in the order of the last
-            lane of each rank, rounded once to x's dtype; expanded rows are added up on their rank first, in lane
-            order, and rounded there. A token without any expert gets the bias, or 0.
+            expert, 0 at masked lanes (None without weights); the event, empty for a synchronous call.
 
-        Raises:
-            UsageError, CommError, CommTimeoutError, ClosedError: as in dispatch.
+        Raises: as `dispatch`.
         """
-        self._check_open()
-
-        def check() -> tuple[torch.Tensor, ...]:
-            validate.hints(num_sms=num_sms, num_qps=num_qps)
-            own = validate.own_handle(handle, self._backend.buffer_id)
-            validate.rows("x", x, self._backend.capabilities, self.device)
-            validate.num_tokens(x, own.num_recv_rows, "as many as dispatch returned")
-            expanded = (own.num_expanded_tokens,)
-            shape = expanded if own.do_expand else (own.num_recv_tokens, own.num_topk)
-            validate.weights(topk_weights, shape, "one a row" if own.do_expand else "one a lane", self.device)
-            return validate.biases(bias, (own.num_tokens, x.shape[1]), x.dtype, self.device)
-
-        biases: list[torch.Tensor] = []
-        problem = _problem_of(lambda: biases.extend(check()))
-        if problem is not None:
-            self._backend.refuse("combine", problem)
-        settings = self._settings_of(x, topk_weights) | {"handle": handle.number, "num_bias": len(biases)}
-        with self._backend.queue.allocating(allocate_on_comm_stream):
-            out_x = x.new_empty(handle.num_tokens, x.shape[1])
-            shape = (handle.num_tokens, handle.num_topk)
-            out_weights = None if topk_weights is None else topk_weights.new_empty(shape)
-        event = self._backend.combine(
-            MoveJob(
-                op="combine",
-                settings=settings,
-                handle=handle,
-                x=x.detach(),
-                weights=None if topk_weights is None else topk_weights.detach(),
-                biases=[item.detach() for item in biases],
-                out_x=out_x,
-                out_weights=out_weights,
-                after=(as_handle(previous_event),),
-                before_epilogue=as_handle(previous_event_before_epilogue),
-            )
-        )
-        return out_x, out_weights, self._overlap(event, async_with_compute_stream)
+        args = CombineArgs(
+            x, handle, topk_weights, bias, num_sms, num_qps, previous_event, previous_event_before_epilogue,
+            allocate_on_comm_stream,
+        )  # fmt: skip
+        combined_x, combined_topk_weights, event = self._combine(args)
+        return combined_x, combined_topk_weights, _overlap(event, async_with_compute_stream)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -372,82 +281,114 @@ class ElasticBuffer:
             self._closed = True
             self._backend.close(collective=False)
 
-    def _start(
-        self,
-        op: str,
-        topk_idx: Any,
-        *,
-        num_experts: Any,
-        expert_alignment: Any,
-        do_expand: bool,
-        bound: int | None,
-        after: EventHandle | None,
-        do_handle_copy: bool,
-        num_sms: int = 0,
-        settings: dict[str, int] | None = None,
-        problem: UsageError | None = None,
-    ) -> EPHandle:
-        """Starts a count exchange; tells the other ranks where this one's arguments are wrong."""
-        limit = self.num_max_tokens_per_rank if bound is None else bound
-
-        def check() -> None:
-            validate.positive("num_max_tokens_per_rank", limit, least=0)
-            validate.positive("expert_alignment", expert_alignment)
-            validate.topk(topk_idx, num_experts, self.num_ranks, limit, self.device)
-
-        problem = problem or _problem_of(check)
-        if problem is not None:
-            self._backend.refuse(op, problem)
-        self._num_handles += 1
-        settings = (settings or {}) | {
-            "buffer": self._backend.buffer_id,
-            "handle": self._num_handles,
-            "num_experts": num_experts,
-            "num_topk": topk_idx.shape[1],
-            "expert_alignment": expert_alignment,
-            "do_expand": int(do_expand),
-            "num_max_tokens_per_rank": limit,
-        }
-        topk_idx = topk_idx.detach()
-        kept = torch.empty_like(topk_idx) if do_handle_copy else topk_idx
-        job = LayoutJob(op, settings, topk_idx, kept, num_experts, expert_alignment, limit, (after,))
-        return EPHandle(
-            do_expand=do_expand,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            topk_idx=kept,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            num_sms=num_sms,
-            buffer_id=self._backend.buffer_id,
-            number=self._num_handles,
-            event=self._backend.start_layout(job),
-        )
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this ElasticBuffer is closed; build a new one on every rank of its group")
 
+    def _start(
+        self,
+        op: str,
+        topk_idx: torch.Tensor,
+        settings: dict[str, int],
+        previous_event: Event | None,
+        do_handle_copy: bool,
+        num_sms: int = 0,
+    ) -> EPHandle:
+        """Starts a count exchange with checked arguments."""
+        self._num_handles += 1
+        settings |= {"buffer": self._limits.buffer_id, "handle": self._num_handles, "num_topk": topk_idx.shape[1]}
+        topk_idx = topk_idx.detach()
+        kept = torch.empty_like(topk_idx) if do_handle_copy else topk_idx
+        job = LayoutJob(op, settings, topk_idx, kept, (as_handle(previous_event) or EventHandle(self.device),))
+        return EPHandle(
+            do_expand=bool(settings["do_expand"]),
+            num_experts=settings["num_experts"],
+            expert_alignment=settings["expert_alignment"],
+            topk_idx=kept,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            num_sms=num_sms,
+            buffer_id=self._limits.buffer_id,
+            number=self._num_handles,
+            event=self._backend.start_layout(job),
+        )
+
+    def _dispatch(
+        self, args: DispatchArgs
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, EPHandle, EventHandle]:
+        self._check_open()
+        op = "dispatch" if args.handle is None else "cached dispatch"
+        problem = validate.problem_of(lambda: args.check(self._limits))
+        if problem is not None:
+            self._backend.refuse(op, problem)
+        x, weights = args.x.detach(), None if args.topk_weights is None else args.topk_weights.detach()
+        settings = self._settings_of(x, weights)
+        handle: EPHandle = args.handle
+        if args.handle is None:
+            bound = self.num_max_tokens_per_rank if args.bound is None else args.bound
+            settings |= {"num_experts": args.num_experts, "expert_alignment": args.expert_alignment or 1}
+            settings |= {"do_expand": int(args.do_expand), "num_max_tokens_per_rank": bound}
+            handle = self._start(op, args.topk_idx, settings, args.previous_event, args.do_handle_copy, args.num_sms)
+        settings |= {"handle": handle.number}
+        num_rows = handle.num_recv_rows  # waits for the counts; raises on all ranks where their exchange failed
+        lanes = (num_rows, handle.num_topk)
+        with self._backend.queue.allocating(args.allocate_on_comm_stream):
+            out_x = x.new_empty(num_rows, x.shape[1])
+            out_idx = None if handle.do_expand else handle.topk_idx.new_empty(lanes)
+            out_weights = None if weights is None else weights.new_empty(lanes[:1] if handle.do_expand else lanes)
+        event = self._backend.dispatch(
+            MoveJob(
+                op=op,
+                settings=None if args.handle is None else settings,
+                handle=handle,
+                x=x,
+                weights=weights,
+                out_x=out_x,
+                out_idx=out_idx,
+                out_weights=out_weights,
+                after=(as_handle(args.previous_event),),
+                before_epilogue=as_handle(args.previous_event_before_epilogue),
+            )
+        )
+        return out_x, out_idx, out_weights, handle, event
+
+    def _combine(self, args: CombineArgs) -> tuple[torch.Tensor, torch.Tensor | None, EventHandle]:
+        self._check_open()
+        problem = validate.problem_of(lambda: args.check(self._limits))
+        if problem is not None:
+            self._backend.refuse("combine", problem)
+        x, weights = args.x.detach(), None if args.topk_weights is None else args.topk_weights.detach()
+        handle: EPHandle = args.handle
+        with self._backend.queue.allocating(args.allocate_on_comm_stream):
+            out_x = x.new_empty(handle.num_tokens, x.shape[1])
+            out_weights = None if weights is None else weights.new_empty(handle.num_tokens, handle.num_topk)
+        event = self._backend.combine(
+            MoveJob(
+                op="combine",
+                settings=self._settings_of(x, weights) | {"handle": handle.number, "num_bias": len(args.biases)},
+                handle=handle,
+                x=x,
+                weights=weights,
+                biases=[item.detach() for item in args.biases],
+                out_x=out_x,
+                out_weights=out_weights,
+                after=(as_handle(args.previous_event),),
+                before_epilogue=as_handle(args.previous_event_before_epilogue),
+            )
+        )
+        return out_x, out_weights, event
+
     def _settings_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> dict[str, int]:
-        dtypes = self._backend.capabilities.dtypes
         return {
-            "buffer": self._backend.buffer_id,
+            "buffer": self._limits.buffer_id,
             "hidden": x.shape[1],
-            "dtype": dtypes.index(x.dtype),
-            "topk_weights": -1 if weights is None else dtypes.index(weights.dtype),
+            "dtype": self._limits.dtypes.index(x.dtype),
+            "topk_weights": -1 if weights is None else self._limits.dtypes.index(weights.dtype),
         }
 
-    def _overlap(self, event: EventHandle, asynchronous: bool) -> EventOverlap:
-        if asynchronous:
-            return EventOverlap(event)
-        event.current_stream_wait()
-        return EventOverlap()
 
-
-def _problem_of(check: Callable[[], object]) -> UsageError | None:
-    """The mistake a check finds, as a value: the other ranks must hear of it before it is raised."""
-    try:
-        check()
-    except UsageError as problem:
-        return problem
-    return None
+def _overlap(event: EventHandle, asynchronous: bool) -> EventOverlap:
+    if asynchronous:
+        return EventOverlap(event)
+    event.current_stream_wait()
+    return EventOverlap()

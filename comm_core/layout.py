@@ -1,4 +1,4 @@
-"""Where each row goes: counts, prefix sums, destination rows and lane bookkeeping. One implementation for every backend.
+"""Where each row goes: counts, prefix sums, destination rows, lane bookkeeping. One implementation for every backend.
 
 Two sides, both vectorised over tokens:
 
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from comm_core.runtime.errors import UsageError
-
 
 # Summands by position: entry j holds (lines, rows), rows[i] being the j-th summand of line lines[i], lines ascending.
 Terms = tuple[tuple[torch.Tensor, torch.Tensor], ...]

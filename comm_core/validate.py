@@ -1,22 +1,59 @@
-"""Checks of arguments: each says what was given, what is allowed and what to do. None of them communicates."""
+"""Checks of arguments: each says what was given, what is allowed and what to do. None of them communicates.
+
+`DispatchArgs` and `CombineArgs` hold the arguments of one call under the names of the interface, so that a call is
+checked as a whole and then carried out from the same object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from comm_core.backends.base import Capabilities
+from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
 from comm_core.runtime.errors import UsageError
 
-TOPK_IDX_DTYPE = torch.int64
+topk_idx_t = torch.int64
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 MAX_TOPK = 32
 
 
-def positive(name: str, value: Any, *, least: int = 1) -> int:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a buffer accepts.
+
+    Attributes:
+        device: where tensors must live.
+        num_ranks: size of the group.
+        buffer_id: number of the buffer in its handles.
+        num_max_tokens_per_rank: bound where a call gives none; 0 for none.
+        dtypes: element types of rows.
+        hidden_multiple: hidden must be a multiple of it.
+        worst_case_outputs: do_cpu_sync=False is possible.
+    """
+
+    device: torch.device
+    num_ranks: int
+    buffer_id: int
+    num_max_tokens_per_rank: int
+    dtypes: tuple[torch.dtype, ...]
+    hidden_multiple: int
+    worst_case_outputs: bool
+
+
+def problem_of(check: Callable[[], object]) -> UsageError | None:
+    """The mistake a check finds, as a value: the other ranks must hear of it before it is raised."""
+    try:
+        check()
+    except UsageError as problem:
+        return problem
+    return None
+
+
+def whole(name: str, value: Any, *, least: int = 1) -> int:
     """An int not below `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name}={value!r}", allowed=f"an int of at least {least}", fix=f"pass {name} as such")
@@ -29,7 +66,7 @@ def unsupported(given: str, allowed: str) -> UsageError:
 
 
 def tensor(name: str, value: Any, *, dims: int, dtypes: Sequence[torch.dtype], device: torch.device) -> torch.Tensor:
-    """A contiguous tensor with the wanted number of dimensions, dtype and kind of device."""
+    """A contiguous tensor with the wanted number of dimensions, dtype and device."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name} is a {type(value).__name__}", allowed="a tensor", fix=f"pass {name} as a tensor")
     if value.dim() != dims:
@@ -39,7 +76,7 @@ def tensor(name: str, value: Any, *, dims: int, dtypes: Sequence[torch.dtype], d
     if value.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)
         raise UsageError(f"{name} of {value.dtype}", allowed=names, fix=f"convert {name} before the call")
-    if value.device.type != device.type:
+    if value.device != device:
         raise UsageError(f"{name} on {value.device}", allowed=str(device), fix="move it, or build the buffer there")
     if not value.is_contiguous():
         raise UsageError(
@@ -47,52 +84,6 @@ def tensor(name: str, value: Any, *, dims: int, dtypes: Sequence[torch.dtype], d
             allowed="contiguous memory",
             fix=f"pass {name}.contiguous()",
         )
-    return value
-
-
-def rows(name: str, value: Any, capabilities: Capabilities, device: torch.device) -> torch.Tensor:
-    """Data to move: [any, hidden] in a dtype of the backend."""
-    if isinstance(value, tuple):
-        raise unsupported(f"{name} as a pair (FP8 data and scales)", "one tensor of " + _names(capabilities.dtypes))
-    value = tensor(name, value, dims=2, dtypes=capabilities.dtypes, device=device)
-    if value.shape[1] < 1 or value.shape[1] % capabilities.hidden_multiple:
-        raise UsageError(
-            f"hidden = {value.shape[1]}",
-            allowed=f"a positive multiple of {capabilities.hidden_multiple}",
-            fix="pad the hidden dimension",
-        )
-    return value
-
-
-def topk(topk_idx: Any, num_experts: Any, num_ranks: int, bound: int, device: torch.device) -> torch.Tensor:
-    """Routing of this rank's tokens, and the number of experts that gives it a meaning."""
-    if num_experts is None:
-        raise UsageError("num_experts missing", allowed="the global number of experts", fix="pass num_experts")
-    positive("num_experts", num_experts)
-    if num_experts % num_ranks:
-        raise UsageError(
-            f"num_experts={num_experts} on {num_ranks} ranks",
-            allowed=f"a multiple of {num_ranks}",
-            fix="choose an expert-parallel size that divides the experts",
-        )
-    topk_idx = tensor("topk_idx", topk_idx, dims=2, dtypes=(TOPK_IDX_DTYPE,), device=device)
-    if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
-        raise UsageError(f"num_topk = {topk_idx.shape[1]}", allowed=f"1 to {MAX_TOPK}", fix="choose fewer experts")
-    if bound and topk_idx.shape[0] > bound:
-        raise UsageError(
-            f"{topk_idx.shape[0]} tokens with num_max_tokens_per_rank={bound}",
-            allowed=f"at most {bound} tokens a rank",
-            fix="raise num_max_tokens_per_rank on every rank",
-        )
-    return topk_idx
-
-
-def weights(value: Any, shape: tuple[int, ...], meaning: str, device: torch.device) -> torch.Tensor | None:
-    """Optional routing weights of exactly `shape`."""
-    if value is None:
-        return None
-    value = tensor("topk_weights", value, dims=len(shape), dtypes=WEIGHT_DTYPES, device=device)
-    same_shape("topk_weights", value, shape, meaning)
     return value
 
 
@@ -104,79 +95,181 @@ def same_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], meaning: 
         )
 
 
-def num_tokens(x: torch.Tensor, expected: int, meaning: str) -> None:
-    """As many rows as the routing has tokens."""
-    if x.shape[0] != expected:
-        raise UsageError(f"x with {x.shape[0]} rows", allowed=f"{expected} rows, {meaning}", fix="pass matching tensors")
+def rows(value: Any, num_rows: int, meaning: str, limits: Limits) -> torch.Tensor:
+    """Data to move: [num_rows, hidden] in a dtype of the backend."""
+    if isinstance(value, tuple):
+        names = ", ".join(str(dtype) for dtype in limits.dtypes)
+        raise unsupported("x as a pair (FP8 data and scales)", f"one tensor of {names}")
+    value = tensor("x", value, dims=2, dtypes=limits.dtypes, device=limits.device)
+    if value.shape[0] != num_rows:
+        raise UsageError(
+            f"x with {value.shape[0]} rows", allowed=f"{num_rows} rows, {meaning}", fix="pass matching tensors"
+        )
+    if value.shape[1] < 1 or value.shape[1] % limits.hidden_multiple:
+        raise UsageError(
+            f"hidden = {value.shape[1]}",
+            allowed=f"a positive multiple of {limits.hidden_multiple}",
+            fix="pad the hidden dimension",
+        )
+    return value
 
 
-def biases(value: Any, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """None, one tensor or two, shaped and typed like the combined rows."""
-    given = () if value is None else value if isinstance(value, tuple) else (value,)
-    if len(given) > 2:
-        raise UsageError(f"{len(given)} biases", allowed="none, one or two", fix="add them up before the call")
-    for item in given:
-        tensor("bias", item, dims=2, dtypes=(dtype,), device=device)
-        same_shape("bias", item, shape, "one row a token")
-    return given
+def weights(value: Any, shape: tuple[int, ...], meaning: str, device: torch.device) -> None:
+    """Optional routing weights of exactly `shape`."""
+    if value is not None:
+        same_shape(
+            "topk_weights",
+            tensor("topk_weights", value, dims=len(shape), dtypes=WEIGHT_DTYPES, device=device),
+            shape,
+            meaning,
+        )
 
 
-def own_handle(handle: Any, buffer_id: int) -> EPHandle:
+def routing(
+    topk_idx: Any, num_experts: Any, expert_alignment: Any, num_max_tokens_per_rank: Any, limits: Limits
+) -> None:
+    """Routing of this rank's tokens and what gives it a meaning; ids are checked later, when they are there."""
+    if num_experts is None:
+        raise UsageError("num_experts missing", allowed="the global number of experts", fix="pass num_experts")
+    whole("num_experts", num_experts)
+    whole("expert_alignment", expert_alignment)
+    bound = whole("num_max_tokens_per_rank", num_max_tokens_per_rank, least=0)
+    if num_experts % limits.num_ranks:
+        raise UsageError(
+            f"num_experts={num_experts} on {limits.num_ranks} ranks",
+            allowed=f"a multiple of {limits.num_ranks}",
+            fix="choose an expert-parallel size that divides the experts",
+        )
+    topk_idx = tensor("topk_idx", topk_idx, dims=2, dtypes=(topk_idx_t,), device=limits.device)
+    if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
+        raise UsageError(f"num_topk = {topk_idx.shape[1]}", allowed=f"1 to {MAX_TOPK}", fix="choose fewer experts")
+    if bound and topk_idx.shape[0] > bound:
+        raise UsageError(
+            f"{topk_idx.shape[0]} tokens with num_max_tokens_per_rank={bound}",
+            allowed=f"at most {bound} tokens a rank",
+            fix="raise num_max_tokens_per_rank on every rank",
+        )
+
+
+def own_handle(handle: Any, limits: Limits) -> EPHandle:
     """A handle this buffer made."""
     if not isinstance(handle, EPHandle):
         raise UsageError(f"handle is a {type(handle).__name__}", allowed="an EPHandle", fix="pass dispatch's handle")
-    if handle.buffer_id != buffer_id:
-        raise UsageError("handle of another buffer", allowed="a handle this buffer made", fix="use the buffer it is from")
+    if handle.buffer_id != limits.buffer_id:
+        raise UsageError("handle of another buffer", allowed="a handle this buffer made", fix="use the one it is from")
     return handle
 
 
-def hints(**values: int) -> None:
-    """Tuning hints: ints, 0 for automatic."""
-    for name, value in values.items():
-        positive(name, value, least=0)
+@dataclass(frozen=True, slots=True)
+class DispatchArgs:
+    """Arguments of `ElasticBuffer.dispatch`, by its names (`do_zero_padding` asks for what always holds here)."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+    cumulative_local_expert_recv_stats: Any
+    num_experts: Any
+    num_max_tokens_per_rank: Any
+    expert_alignment: Any
+    num_sms: Any
+    num_qps: Any
+    previous_event: EventHandle | EventOverlap | None
+    previous_event_before_epilogue: EventHandle | EventOverlap | None
+    allocate_on_comm_stream: bool
+    handle: Any
+    do_handle_copy: bool
+    do_cpu_sync: bool | None
+    do_expand: bool
+    do_zero_padding: bool
+    use_tma_aligned_col_major_sf: bool
+
+    @property
+    def bound(self) -> Any:
+        """The bound given, else None."""
+        return self.num_max_tokens_per_rank
+
+    def check(self, limits: Limits) -> None:
+        """Everything but the values of topk_idx."""
+        self._check_options(limits)
+        if self.handle is not None:
+            self._check_handle(own_handle(self.handle, limits))
+            topk_idx = self.handle.topk_idx
+        else:
+            bound = limits.num_max_tokens_per_rank if self.bound is None else self.bound
+            alignment = 1 if self.expert_alignment is None else self.expert_alignment
+            routing(self.topk_idx, self.num_experts, alignment, bound, limits)
+            topk_idx = self.topk_idx
+        rows(self.x, topk_idx.shape[0], "one a token of topk_idx", limits)
+        weights(self.topk_weights, tuple(topk_idx.shape), "one weight a lane", limits.device)
+
+    def _check_options(self, limits: Limits) -> None:
+        whole("num_sms", self.num_sms, least=0)
+        whole("num_qps", self.num_qps, least=0)
+        if self.cumulative_local_expert_recv_stats is not None:
+            raise unsupported(
+                "cumulative_local_expert_recv_stats",
+                "None (the handle's num_unaligned_recv_tokens_per_expert has the counts)",
+            )
+        if self.use_tma_aligned_col_major_sf:
+            raise unsupported("use_tma_aligned_col_major_sf=True", "False, as there are no scales")
+        if self.do_cpu_sync is False and self.handle is None and not limits.worst_case_outputs:
+            raise unsupported("do_cpu_sync=False", "None or True: shapes are exact")
+        if self.do_cpu_sync is True and self.handle is not None:
+            raise UsageError("do_cpu_sync=True with a handle", allowed="None or False", fix="the counts are known")
+        if self.do_zero_padding and not (self.do_expand or getattr(self.handle, "do_expand", False)):
+            raise UsageError("do_zero_padding without do_expand", allowed="both", fix="plain rows have no gaps to fill")
+
+    def _check_handle(self, handle: EPHandle) -> None:
+        """Beside a handle may stand nothing, or the values it was made with."""
+        if self.topk_idx is not None:
+            raise UsageError("topk_idx and a handle", allowed="one of them", fix="leave topk_idx out")
+        pairs = [
+            ("num_experts", self.num_experts, handle.num_experts),
+            ("expert_alignment", self.expert_alignment, handle.expert_alignment),
+            ("do_expand", self.do_expand or None, handle.do_expand),
+            ("num_max_tokens_per_rank", self.bound, self.bound and handle.num_max_tokens_per_rank),
+        ]
+        for name, value, own in pairs:
+            if value is not None and value != own:
+                raise UsageError(
+                    f"{name}={value} with a handle made with {own}", allowed=f"{own}", fix=f"leave {name} out"
+                )
 
 
-def dispatch_options(
-    capabilities: Capabilities,
-    *,
-    stats: bool,
-    col_major_sf: bool,
-    do_cpu_sync: bool | None,
-    cached: bool,
-    padding_without_expand: bool,
-) -> None:
-    """Options of dispatch that the backend may not have."""
-    if stats:
-        raise unsupported("cumulative_local_expert_recv_stats", "None (read num_unaligned_recv_tokens_per_expert)")
-    if col_major_sf:
-        raise unsupported("use_tma_aligned_col_major_sf=True", "False, as there are no scales")
-    if do_cpu_sync is False and not cached and not capabilities.worst_case_outputs:
-        raise unsupported("do_cpu_sync=False", "None or True: shapes are exact")
-    if do_cpu_sync is True and cached:
-        raise UsageError(
-            "do_cpu_sync=True with a handle", allowed="None or False: the counts are known", fix="leave it out"
-        )
-    if padding_without_expand:
-        raise UsageError("do_zero_padding without do_expand", allowed="both", fix="rows without expand have no gaps")
+@dataclass(frozen=True, slots=True)
+class CombineArgs:
+    """Arguments of `ElasticBuffer.combine`, by its names."""
 
+    x: Any
+    handle: Any
+    topk_weights: Any
+    bias: Any
+    num_sms: Any
+    num_qps: Any
+    previous_event: EventHandle | EventOverlap | None
+    previous_event_before_epilogue: EventHandle | EventOverlap | None
+    allocate_on_comm_stream: bool
 
-def cached(
-    handle: EPHandle, topk_idx: Any, num_experts: Any, bound: Any, expert_alignment: Any, do_expand: bool
-) -> None:
-    """What may stand beside a handle: nothing, or the values it was made with."""
-    if topk_idx is not None:
-        raise UsageError("topk_idx and a handle", allowed="one of them", fix="leave topk_idx out: the handle has it")
-    pairs: list[tuple[str, Any, Any]] = [
-        ("num_experts", num_experts, handle.num_experts),
-        ("expert_alignment", expert_alignment, handle.expert_alignment),
-        ("do_expand", do_expand or None, handle.do_expand),
-    ]
-    if bound is not None:
-        pairs.append(("num_max_tokens_per_rank", bound, handle.num_max_tokens_per_rank))
-    for name, value, own in pairs:
-        if value is not None and value != own:
-            raise UsageError(f"{name}={value} with a handle made with {own}", allowed=f"{own}", fix=f"leave {name} out")
+    @property
+    def biases(self) -> tuple[Any, ...]:
+        """None, one tensor or a tuple of them, as a tuple."""
+        return () if self.bias is None else self.bias if isinstance(self.bias, tuple) else (self.bias,)
 
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
+    def check(self, limits: Limits) -> None:
+        """Everything; waits for the counts of the handle."""
+        whole("num_sms", self.num_sms, least=0)
+        whole("num_qps", self.num_qps, least=0)
+        handle = own_handle(self.handle, limits)
+        rows(self.x, handle.num_recv_rows, "as dispatch returned", limits)
+        if handle.do_expand:
+            weights(self.topk_weights, (handle.num_expanded_tokens,), "one weight a row", limits.device)
+        else:
+            shape = (handle.num_recv_tokens, handle.num_topk)
+            weights(self.topk_weights, shape, "one weight a lane of each row", limits.device)
+        if len(self.biases) > 2:
+            raise UsageError(
+                f"{len(self.biases)} biases", allowed="none, one or two", fix="add them up before the call"
+            )
+        for item in self.biases:
+            tensor("bias", item, dims=2, dtypes=(self.x.dtype,), device=limits.device)
+            same_shape("bias", item, (handle.num_tokens, self.x.shape[1]), "one row a token")

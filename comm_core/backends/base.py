@@ -50,12 +50,10 @@ class LayoutJob:
 
     Attributes:
         op: name of the call, for errors and the comparison across ranks.
-        settings: values that must be equal on all ranks.
+        settings: values that must be equal on all ranks; "num_experts", "expert_alignment" and
+            "num_max_tokens_per_rank" are always among them.
         topk_idx: int64 [num_tokens, num_topk] as given; its values are checked when they are there.
         kept: the tensor the handle keeps; filled from topk_idx where it is another one.
-        num_experts: global number.
-        expert_alignment: of the expanded rows.
-        token_bound: num_max_tokens_per_rank, 0 for none.
         after: events before which topk_idx is not ready.
     """
 
@@ -63,9 +61,6 @@ class LayoutJob:
     settings: dict[str, int]
     topk_idx: torch.Tensor
     kept: torch.Tensor
-    num_experts: int
-    expert_alignment: int
-    token_bound: int
     after: tuple[EventHandle | None, ...] = ()
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from comm_core.event import CommQueue, EventHandle
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError, CommTimeoutError, UsageError
+from comm_core.runtime.groups import private_groups
 
 # Settings that must agree, in the order they are sent and reported; -1 where a call has no such setting.
 SETTINGS = (
@@ -77,9 +78,13 @@ class Channel:
         self.rank, self.num_ranks = dist.get_rank(group), len(self.ranks)
         self.broken: CommError | None = None
         self._users, self._next_buffer, self._calls = 0, 0, 0
-        span = timedelta(seconds=timeout)
-        self.control_group = self._new_group("gloo", span)
-        self.data_group = self._new_group(devices.collective_backend(device.type), span)
+        kinds = ("gloo", devices.collective_backend(device.type))
+        try:
+            self.control_group, self.data_group = private_groups(
+                group, 2, timeout=timedelta(seconds=timeout), backends=kinds
+            )
+        except RuntimeError as error:
+            raise self._translated("building private groups", error) from error
         self.control_queue = CommQueue(torch.device("cpu"), f"ep-comm-{self.rank}")
         self.data_queue = self.control_queue if device.type == "cpu" else CommQueue(device, f"ep-data-{self.rank}")
 
@@ -175,15 +180,6 @@ class Channel:
         """Queues the comparison for a call that needs no counts."""
         rows = [0] * self.num_ranks
         return self.control_queue.submit(lambda: self.agree(call, settings, problem, num_tokens, rows))
-
-    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-        try:
-            group: dist.ProcessGroup = dist.new_group(
-                self.ranks, timeout=timeout, backend=backend, use_local_synchronization=True
-            )
-        except (RuntimeError, ValueError) as error:
-            raise self._translated(f"building the private {backend} group", error) from error
-        return group
 
     def _raise_problem(self, where: str, problem: UsageError | None) -> None:
         text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)

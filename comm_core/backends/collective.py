@@ -24,6 +24,7 @@ from comm_core.backends.channel import DTYPES, Channel
 from comm_core.backends.reduction import ordered_sum_into
 from comm_core.event import EventHandle
 from comm_core.handle import RankLayout
+from comm_core.runtime import device as devices
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
 
@@ -40,7 +41,7 @@ class CollectiveBackend:
         self.buffer_id = self._channel.next_buffer_id()
         self.queue = self._channel.data_queue
         self.capabilities = Capabilities(
-            device_kinds=("cpu", "cuda", "musa"),
+            device_kinds=devices.KINDS,
             dtypes=DTYPES,
             hidden_multiple=1,
             needs_token_bound=False,
@@ -78,13 +79,13 @@ class CollectiveBackend:
             self._channel.release()
 
     def _layout(self, job: LayoutJob) -> RankLayout:
-        topk_idx = job.topk_idx.to("cpu", torch.int64)
+        num_experts, alignment = job.settings["num_experts"], job.settings["expert_alignment"]
         if job.kept is not job.topk_idx:
             job.kept.copy_(job.topk_idx)
-            topk_idx = topk_idx.clone() if topk_idx is job.topk_idx else topk_idx
-        problem = layout.check_ids(topk_idx, job.num_experts)
+        topk_idx = job.kept.to("cpu")
+        problem = layout.check_ids(topk_idx, num_experts)
         num_tokens, num_topk = topk_idx.shape
-        send = None if problem else layout.plan_send(topk_idx, job.num_experts, self.num_ranks)
+        send = None if problem else layout.plan_send(topk_idx, num_experts, self.num_ranks)
         splits = [0] * self.num_ranks if send is None else send.send_counts.tolist()
         with trace.span("layout", "ep", lane="ep", num_tokens=num_tokens, bytes=4 * (num_topk + 1) * sum(splits)):
             said = self._channel.agree(job.op, job.settings, problem, num_tokens, splits)
@@ -97,10 +98,8 @@ class CollectiveBackend:
                 f"{job.op} (ids)", lambda: self._channel.all_to_all_host(arrived, recv_splits, meta, splits)
             )
         ids = arrived.to(torch.int64)
-        recv = layout.plan_recv(
-            ids[:, :num_topk], torch.tensor(recv_splits), job.num_experts, self.rank, job.expert_alignment
-        )
-        stride = job.token_bound or max(1, *said.num_tokens)
+        recv = layout.plan_recv(ids[:, :num_topk], torch.tensor(recv_splits), num_experts, self.rank, alignment)
+        stride = job.settings["num_max_tokens_per_rank"] or max(1, *said.num_tokens)
         counts = recv.expert_counts.tolist()
         return RankLayout(send, recv, ids[:, num_topk].contiguous(), stride, splits, recv_splits, counts)
 
@@ -142,7 +141,9 @@ class CollectiveBackend:
         plans = handle.layout
         send, recv = plans.on(self.device)
         rows, weights = x, job.weights
-        with trace.span("combine", "ep", lane="ep", num_tokens=out.shape[0], bytes=sum(plans.recv_splits) * x[:1].nbytes):
+        with trace.span(
+            "combine", "ep", lane="ep", num_tokens=out.shape[0], bytes=sum(plans.recv_splits) * x[:1].nbytes
+        ):
             if handle.do_expand:
                 rows = x.new_empty(sum(plans.recv_splits), x.shape[1])
                 ordered_sum_into(rows, x, recv.reduce_terms)
@@ -177,7 +178,7 @@ class CollectiveBackend:
 
 
 def _gather_into(out: torch.Tensor, source: torch.Tensor, pick: torch.Tensor, empty: torch.Tensor) -> None:
-    """out = source[pick], 0 where `empty`; works without any source."""
+    """Fills out with source[pick], 0 where `empty`; works without any source."""
     if source.numel() == 0:
         out.zero_()
         return

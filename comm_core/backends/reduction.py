@@ -14,9 +14,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def ordered_sum_into(
-    out: torch.Tensor, rows: torch.Tensor, terms: Terms, biases: Sequence[torch.Tensor] = ()
-) -> None:
+def ordered_sum_into(out: torch.Tensor, rows: torch.Tensor, terms: Terms, biases: Sequence[torch.Tensor] = ()) -> None:
     """out[i] = round(biases[0][i] + biases[1][i] + first term of i + second term of i + ...), left to right.
 
     No step depends on a value of the device, so that nothing here waits for it.

@@ -34,7 +34,7 @@ def accelerator(kind: str) -> Any:
                     "torch_musa", needed_for="device musa", install="the wheel of the MUSA SDK for your torch version"
                 )
             importlib.import_module("torch_musa")
-        return torch.musa
+        return getattr(torch, kind)
     raise UsageError(f"device kind {kind!r}", allowed="cuda or musa", fix="ask for an accelerator")
 
 

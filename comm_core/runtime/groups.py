@@ -9,6 +9,7 @@ old group still in the store. Both are avoided here by agreeing on the number fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,13 +24,16 @@ def _num_groups() -> int:
     return len(distributed_c10d._world.pg_names)
 
 
-def private_groups(parent: dist.ProcessGroup, count: int, *, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Makes `count` groups with the members and the backend of `parent`. Collective over `parent`.
+def private_groups(
+    parent: dist.ProcessGroup, count: int, *, timeout: timedelta, backends: Sequence[str] | None = None
+) -> list[dist.ProcessGroup]:
+    """Makes `count` groups with the members of `parent`. Collective over `parent`.
 
     Args:
         parent: the group whose members call this, all of them, in the same order as other calls of theirs.
         count: how many groups to make.
         timeout: bound of every operation on the new groups.
+        backends: torch.distributed backend of each group; that of `parent` by default.
 
     Returns:
         The groups, in the same order on every member. Give each back with `torch.distributed.destroy_process_group`.
@@ -43,10 +47,9 @@ def private_groups(parent: dist.ProcessGroup, count: int, *, timeout: timedelta)
     fillers = []
     while _num_groups() < number:
         fillers.append(dist.new_group([me], backend="gloo", use_local_synchronization=True))
-    backend = dist.get_backend_config(parent)
-    groups = [
-        dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True) for _ in range(count)
-    ]
+    kinds = [dist.get_backend_config(parent)] * count if backends is None else list(backends)
+    assert len(kinds) == count, "one backend a group"
+    groups = [dist.new_group(ranks, timeout=timeout, backend=kind, use_local_synchronization=True) for kind in kinds]
     _next_number[key] = number + count
     for filler in fillers:
         dist.destroy_process_group(filler)
