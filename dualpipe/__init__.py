@@ -1,6 +1,7 @@
 """Bidirectional pipeline schedules: build, validate, simulate, draw, execute. Knows no MoE and no Megatron.
 
-Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device.
+Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device. The functions
+`validate.validate` and `simulate.simulate` are imported from their modules, whose names they share.
 """
 
 # ruff: noqa: F401 - the imports under TYPE_CHECKING tell type checkers what __getattr__ returns
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dualpipe.actions import Action, Kind, Payload, StageKey
+    from dualpipe.blocks import Block, blocks_from_events
     from dualpipe.executor import BackwardJob, Executor, ForwardJob, PipelineStateError, RunStats, StagePrograms
     from dualpipe.module_stages import ModuleStages
     from dualpipe.p2p import Edge
     from dualpipe.pipeline import Pipeline, stages_of_rank
+    from dualpipe.render import svg, text_grid
     from dualpipe.schedule import (
         Schedule,
         build,
@@ -26,15 +29,18 @@ if TYPE_CHECKING:
         one_f_one_b,
         with_communication,
     )
-    from dualpipe.validate import ScheduleError, validate
+    from dualpipe.simulate import Durations, Simulation
+    from dualpipe.validate import ScheduleError
     from dualpipe.weight_grad import WeightGradStore, split_linear, split_weight_grads
 
 _HOMES = {
     "actions": ("Action", "Kind", "Payload", "StageKey"),
+    "blocks": ("Block", "blocks_from_events"),
     "executor": ("BackwardJob", "Executor", "ForwardJob", "PipelineStateError", "RunStats", "StagePrograms"),
     "module_stages": ("ModuleStages",),
     "p2p": ("Edge",),
     "pipeline": ("Pipeline", "stages_of_rank"),
+    "render": ("svg", "text_grid"),
     "schedule": (
         "Schedule",
         "build",
@@ -46,7 +52,8 @@ _HOMES = {
         "one_f_one_b",
         "with_communication",
     ),
-    "validate": ("ScheduleError", "validate"),
+    "simulate": ("Durations", "Simulation"),
+    "validate": ("ScheduleError",),
     "weight_grad": ("WeightGradStore", "split_linear", "split_weight_grads"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -23,12 +23,12 @@ from torch import Tensor
 from comm_core.runtime import env, trace
 from comm_core.runtime.errors import ClosedError, MTMoEError, UsageError
 from dualpipe.actions import Action, Kind, Payload, StageKey
+from dualpipe.blocks import TRACE_CATEGORY
 from dualpipe.p2p import Edge, PeerToPeer
 from dualpipe.schedule import Schedule, with_communication
 from dualpipe.validate import validate
 from dualpipe.weight_grad import WeightGradQueue, WeightGradStore
 
-TRACE_CATEGORY = "pipeline"
 TRACE_LANE = "pipeline"
 
 

@@ -47,7 +47,7 @@ class _Sent:
 
 
 def direction_of(source: int, target: int) -> str:
-    """ "down" for a message to a later rank, "up" for one to an earlier rank."""
+    """Which way a message goes: "down" to a later rank, "up" to an earlier one."""
     return "down" if source < target else "up"
 
 

@@ -183,7 +183,7 @@ def split_linear(x: Tensor, weight: Tensor, store: WeightGradStore, bias: Tensor
     plain = not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad)
     if plain or torch.is_autocast_enabled(x.device.type):
         return nn.functional.linear(x, weight, bias)
-    result: Tensor = _SplitLinear.apply(x, weight.detach(), bias, [weight], store)  # type: ignore[no-untyped-call]
+    result: Tensor = _SplitLinear.apply(x, weight.detach(), bias, [weight], store)
     return result
 
 
