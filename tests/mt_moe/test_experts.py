@@ -25,7 +25,6 @@ class Problem:
     def __init__(
         self, counts: Sequence[int], *, alignment: int = 1, tail: int = 0, dtype: torch.dtype, gated: bool = True
     ):
-        generator = torch.Generator().manual_seed(torch.seed() % 2**31)
         self.counts, self.alignment, self.gated = list(counts), alignment, gated
         aligned = [-(-count // alignment) * alignment for count in counts]
         num_rows = sum(aligned) + tail
@@ -38,15 +37,12 @@ class Problem:
             start += aligned[expert]
         mask = self.real.unsqueeze(1)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        self.rows = (draw(num_rows, HIDDEN) * mask).to(dtype)
-        self.row_weights = torch.rand(num_rows, generator=generator) * self.real
-        self.grad = (draw(num_rows, HIDDEN) * mask).to(dtype)
+        self.rows = (torch.randn(num_rows, HIDDEN) * mask).to(dtype)
+        self.row_weights = torch.rand(num_rows) * self.real
+        self.grad = (torch.randn(num_rows, HIDDEN) * mask).to(dtype)
         width = (2 if gated else 1) * FFN
-        self.fc1 = [(draw(width, HIDDEN) * HIDDEN**-0.5).to(dtype) for _ in counts]
-        self.fc2 = [(draw(HIDDEN, FFN) * FFN**-0.5).to(dtype) for _ in counts]
+        self.fc1 = [(torch.randn(width, HIDDEN) * HIDDEN**-0.5).to(dtype) for _ in counts]
+        self.fc2 = [(torch.randn(HIDDEN, FFN) * FFN**-0.5).to(dtype) for _ in counts]
 
     def leaves(self) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         def leaf(tensor: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""The layer by definition: one token and one expert at a time, in the dtype of its inputs; slow and obviously right."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_moe.config import MoEConfig
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
+
+
+def route_token(logits: Tensor, bias: list[float], config: MoEConfig) -> tuple[list[int], list[Tensor]]:
+    """Experts of one token in falling order of choice, and their weights."""
+    scores = torch.sigmoid(logits) if config.score == "sigmoid" else torch.exp(logits) / torch.exp(logits).sum()
+    choice = [float(score.detach()) + b for score, b in zip(scores, bias, strict=True)]
+    size = config.num_experts // config.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(config.num_groups)]
+    value = [sum(sorted((choice[e] for e in group), reverse=True)[:2]) for group in groups]
+    best = sorted(range(config.num_groups), key=lambda g: value[g], reverse=True)[: config.num_topk_groups]
+    candidates = [e for g in best for e in groups[g]]
+    experts = sorted(candidates, key=lambda e: choice[e], reverse=True)[: config.num_topk]
+    weights = [scores[e] for e in experts]
+    if config.normalize_weights:
+        total = torch.stack(weights).sum()
+        weights = [weight / total for weight in weights]
+    return experts, [weight * config.routed_scaling_factor for weight in weights]
+
+
+def mlp(x: Tensor, fc1: Tensor, fc2: Tensor, config: MoEConfig) -> Tensor:
+    """One token through one MLP."""
+    inner = fc1 @ x
+    act = ACTIVATIONS[config.activation]
+    half = inner.shape[0] // 2
+    return fc2 @ (act(inner[:half]) * inner[half:] if config.gated else act(inner))
+
+
+def moe_token(x: Tensor, weights: dict[str, Tensor], bias: list[float], config: MoEConfig, routed: bool) -> Tensor:
+    """One token through its experts (none where not `routed`) and the shared expert."""
+    y = torch.zeros_like(x)
+    if routed:
+        for expert, weight in zip(*route_token(weights["router.weight"] @ x, bias, config), strict=True):
+            y = y + weight * mlp(x, weights["experts.fc1"][expert], weights["experts.fc2"][expert], config)
+    if config.shared_ffn:
+        y = y + mlp(x, weights["shared.fc1"], weights["shared.fc2"], config)
+    return y
+
+
+def balance_loss_of(tokens: list[Tensor], weight: Tensor, config: MoEConfig) -> Tensor:
+    """The balance loss of one sequence, as the paper writes it."""
+    loss = weight.new_zeros(())
+    scores = [torch.sigmoid(weight @ x) if config.score == "sigmoid" else F.softmax(weight @ x, 0) for x in tokens]
+    top = [set(s.topk(config.num_topk).indices.tolist()) for s in scores]
+    for expert in range(config.num_experts):
+        fraction = config.num_experts / (config.num_topk * len(tokens)) * sum(expert in chosen for chosen in top)
+        mean = torch.stack([s[expert] / s.sum() for s in scores]).sum() / len(tokens)
+        loss = loss + fraction * mean
+    return config.aux_loss_coefficient * loss

@@ -1,0 +1,183 @@
+"""Router: against one token at a time, group limits, the bias that only chooses, its update, the balance loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comm_core.runtime.errors import UsageError
+from mt_moe.config import MoEConfig
+from mt_moe.router import Router, balance_loss, choose
+from tests.mt_moe.reference import balance_loss_of, route_token
+
+BASE = MoEConfig(hidden=12, ffn=8, num_experts=16, num_topk=4, init_std=0.5, routed_scaling_factor=2.5)
+LIMITED = replace(BASE, num_groups=4, num_topk_groups=2)
+
+
+def router_with_bias(config: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
+    router = Router(config, dtype=dtype)
+    router.expert_bias.copy_(torch.randn(config.num_experts) * 0.2)
+    return router
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("limits", [(1, 1), (4, 2), (4, 4), (8, 2), (16, 6)])
+def test_equals_one_token_at_a_time(limits: tuple[int, int], normalize: bool, score: str) -> None:
+    config = replace(BASE, score=score, normalize_weights=normalize, num_groups=limits[0], num_topk_groups=limits[1])
+    router = router_with_bias(config)
+    x = torch.randn(40, config.hidden, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(40, config.num_topk, dtype=torch.float64)
+    topk_idx, topk_weights, _ = router(x)
+    topk_weights.backward(grad)
+    got = x.grad, router.weight.grad
+    x.grad = router.weight.grad = None
+    for token in range(40):
+        experts, weights = route_token(router.weight @ x[token], router.expert_bias.tolist(), config)
+        assert topk_idx[token].tolist() == experts
+        row = torch.stack(weights)
+        torch.testing.assert_close(topk_weights[token], row, rtol=1e-12, atol=0)
+        row.backward(grad[token])
+    torch.testing.assert_close(got[0], x.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got[1], router.weight.grad, rtol=1e-10, atol=1e-12)
+    assert router.expert_bias.grad is None
+
+
+def test_types_and_shapes() -> None:
+    router = router_with_bias(BASE, torch.bfloat16)
+    for num_tokens in (5, 0):
+        topk_idx, topk_weights, scores = router(torch.randn(num_tokens, BASE.hidden, dtype=torch.bfloat16))
+        assert topk_idx.dtype == torch.int64 and topk_idx.shape == (num_tokens, BASE.num_topk)
+        assert topk_weights.dtype == torch.float32 and topk_weights.shape == (num_tokens, BASE.num_topk)
+        assert scores.dtype == torch.float32
+    x = torch.randn(64, BASE.hidden, dtype=torch.bfloat16)
+    wide = torch.sigmoid(x.float() @ router.weight.detach().float().t())
+    torch.testing.assert_close(router(x).scores.detach(), wide, rtol=1e-6, atol=1e-6)
+
+
+def test_the_bias_chooses_and_never_weighs() -> None:
+    router = router_with_bias(replace(BASE, normalize_weights=False, routed_scaling_factor=1.0))
+    x = torch.randn(30, BASE.hidden, dtype=torch.float64)
+    router.expert_bias.zero_()
+    router.expert_bias[5] = 10.0
+    topk_idx, topk_weights, scores = router(x)
+    assert torch.all(topk_idx[:, 0] == 5)
+    assert torch.equal(topk_weights, scores.gather(1, topk_idx))
+    router.expert_bias[5] = -10.0
+    assert not torch.any(router(x).topk_idx == 5)
+
+
+def test_group_limit_uses_the_sum_of_the_two_best() -> None:
+    config = replace(LIMITED, num_topk=2, num_topk_groups=1)
+    scores = torch.full((1, 16), 0.1)
+    scores[0, 0] = 0.9  # one star: 0.9 + 0.1
+    scores[0, 4:6] = 0.6  # a pair: 1.2, the better group
+    assert sorted(choose(scores, None, config)[0].tolist()) == [4, 5]
+    scores[0, 1] = 0.35  # now 1.25 against 1.2
+    assert sorted(choose(scores, None, config)[0].tolist()) == [0, 1]
+    unlimited = replace(config, num_topk_groups=4)
+    assert sorted(choose(scores, None, unlimited)[0].tolist())[0] == 0
+
+
+def test_no_token_leaves_its_groups() -> None:
+    router = router_with_bias(LIMITED)
+    router.expert_bias.sub_(5.0)  # negative choices: a mask by zeros would let experts of other groups in
+    groups = router(torch.randn(200, LIMITED.hidden, dtype=torch.float64)).topk_idx // 4
+    assert max(len(set(row)) for row in groups.tolist()) == 2
+
+
+def test_masked_tokens() -> None:
+    router = router_with_bias(BASE)
+    x = torch.randn(6, BASE.hidden, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([True, False, True, True, False, True])
+    topk_idx, topk_weights, _ = router(x, mask)
+    whole = router(x)
+    assert torch.all(topk_idx[~mask] == -1) and torch.all(topk_weights[~mask] == 0)
+    assert torch.equal(topk_idx[mask], whole.topk_idx[mask]) and torch.equal(
+        topk_weights[mask], whole.topk_weights[mask]
+    )
+    (topk_weights * torch.randn_like(topk_weights)).sum().backward()
+    assert torch.all(x.grad[~mask] == 0) and torch.all(x.grad[mask].abs().sum(1) > 0)
+
+
+def test_vanished_scores_stay_finite() -> None:
+    router = Router(BASE, dtype=torch.float32)
+    with torch.no_grad():
+        router.weight.fill_(-1e4)
+    x = torch.ones(2, BASE.hidden, requires_grad=True)
+    weights = router(x).topk_weights
+    weights.sum().backward()
+    assert torch.isfinite(weights).all() and torch.isfinite(x.grad).all()
+
+
+def test_counting_and_bias_update() -> None:
+    router = Router(replace(BASE, bias_update_rate=0.01))
+    first = router(torch.randn(20, BASE.hidden), torch.arange(20) < 15).topk_idx
+    second = router(torch.randn(7, BASE.hidden)).topk_idx
+    router.eval()
+    router(torch.randn(50, BASE.hidden))
+    want = torch.bincount(torch.cat([first[:15].flatten(), second.flatten()]), minlength=16)
+    assert torch.equal(router.tokens_per_expert, want) and int(want.sum()) == 22 * BASE.num_topk
+    load = torch.full((16,), 10)
+    load[3], load[7] = 14, 6
+    router.update_expert_bias(load)
+    expected = torch.zeros(16)
+    expected[3], expected[7] = -0.01, 0.01
+    assert torch.equal(router.expert_bias, expected)
+    assert set(router.state_dict()) == {"weight", "expert_bias"}
+    with pytest.raises(UsageError, match="one count for every expert"):
+        router.update_expert_bias(load[:4])
+
+
+def test_the_bias_balances_a_lopsided_router() -> None:
+    config = replace(BASE, bias_update_rate=0.005, num_topk=2)
+    router = Router(config)
+    x = torch.randn(400, config.hidden) + 1.0
+
+    def imbalance() -> float:
+        counts = torch.bincount(router(x).topk_idx.flatten(), minlength=16).double()
+        return float(counts.max() / counts.mean())
+
+    before = imbalance()
+    for _ in range(250):
+        router.update_expert_bias(torch.bincount(router(x).topk_idx.flatten(), minlength=16))
+    assert before > 1.5 and imbalance() < 1 + (before - 1) / 3
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_balance_loss_is_the_papers(score: str) -> None:
+    config = replace(BASE, score=score, aux_loss_coefficient=0.3)
+    router = router_with_bias(config)
+    x = torch.randn(15, config.hidden, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(15, dtype=torch.bool)
+    mask[[3, 11]] = False
+    loss = balance_loss(router(x).scores, config, num_sequences=3, token_mask=mask)
+    got = torch.autograd.grad(loss, (x, router.weight))
+    sequences = [[x[t] for t in range(s * 5, s * 5 + 5) if mask[t]] for s in range(3)]
+    want = torch.stack([balance_loss_of(tokens, router.weight, config) for tokens in sequences]).mean()
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    for one, other in zip(got, torch.autograd.grad(want, (x, router.weight)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+    assert float(balance_loss(router(x[:0]).scores, config, num_sequences=1)) == 0
+    with pytest.raises(UsageError, match="a divisor of the number of tokens"):
+        balance_loss(router(x).scores, config, num_sequences=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_topk": 17}, "num_topk = 17; allowed: at most num_experts = 16"),
+        ({"num_groups": 3}, "a divisor of num_experts = 16"),
+        ({"num_groups": 4, "num_topk_groups": 5}, "at most num_groups = 4"),
+        ({"num_groups": 8, "num_topk_groups": 1}, "at most 2, the experts of num_topk_groups"),
+        ({"score": "tanh"}, "score = 'tanh'; allowed: sigmoid or softmax"),
+        ({"activation": "swish"}, "silu, gelu, relu"),
+        ({"hidden": 0}, "hidden = 0; allowed: 1 or more; change hidden in MoEConfig"),
+        ({"bias_update_rate": -1.0}, "0 or more"),
+    ],
+)
+def test_bad_settings(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(BASE, **change)
