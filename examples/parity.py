@@ -120,7 +120,7 @@ def compare_with_one_process(ours: Record, reference: Record) -> bool:
 
 
 def compare_bitwise(ours: Record, stock: Record, microbatches: tuple[int, ...], pp_size: int) -> bool:
-    """True where every gradient of every step is equal bit by bit and the ranks held 2P+1 activations at most and at the peak."""
+    """True where every gradient is equal bit by bit and the peak of live activations is that of the schedule."""
     different = []
     for step, (a, b) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
         errors = relative_errors(a, b)
@@ -166,7 +166,8 @@ def check(config_path: str, *, fault: bool) -> bool:
         _launch(1, "--worker", "reference", *common)
         _launch(ranks, "--worker", "ours", *common)
         print(
-            f"stock Megatron on 1 process against ours on {ranks} (EP{layout.parallel.ep_size} x PP{layout.parallel.pp_size})"
+            f"stock Megatron on 1 process against ours on {ranks} "
+            f"(EP{layout.parallel.ep_size} x PP{layout.parallel.pp_size})"
         )
         good = compare_with_one_process(_read(folder, "ours"), _read(folder, "reference"))
         for counts in BITWISE_MICROBATCHES:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 import megatron_patch
 from examples.config import Config
 from examples.parity import BITWISE_MICROBATCHES, STEPS, Record, ours_config, reference_config, stock_config
+from examples.quiet import quiet
 
 
 def run(role: str, config_path: str, folder: Path, *, fault: bool) -> None:
     """Runs a role (`reference` or `ours`) in this process and saves one file a rank and run into `folder`."""
+    quiet()
     torch.set_num_threads(1)
     megatron_patch.apply("cpu", split_weight_grad=False)
     dist.init_process_group("gloo")

@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(config: Config, kind: str, *, resume: bool) -> None:
     import megatron_patch
+    from examples.quiet import quiet
 
+    quiet()
     megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
     import torch.distributed as dist
 

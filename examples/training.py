@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from comm_core.runtime import env, errors
 from comm_core.runtime import device as devices
+from comm_core.runtime import env, errors
 from examples import model as models
 from examples.config import Config
 from examples.data import Batch

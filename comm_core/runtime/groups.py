@@ -47,7 +47,7 @@ def private_groups(
     fillers = []
     while _num_groups() < number:
         fillers.append(dist.new_group([me], backend="gloo", use_local_synchronization=True))
-    kinds = [dist.get_backend_config(parent)] * count if backends is None else list(backends)
+    kinds = [dist.get_backend(parent)] * count if backends is None else list(backends)
     assert len(kinds) == count, "one backend a group"
     groups = [dist.new_group(ranks, timeout=timeout, backend=kind, use_local_synchronization=True) for kind in kinds]
     _next_number[key] = number + count
