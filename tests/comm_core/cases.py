@@ -1,0 +1,256 @@
+"""Random calls of dispatch and combine, carried out on a buffer and compared with comm_core.reference.
+
+Every rank draws the data of all ranks from one seed, so that each can compute the whole reference by itself and compare
+its own share; no test data crosses the group under test.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from comm_core import ElasticBuffer, EPHandle, reference
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of one round trip; `tokens` has one number a rank."""
+
+    seed: int
+    tokens: tuple[int, ...]
+    hidden: int
+    num_topk: int
+    num_local: int
+    dtype: torch.dtype
+    do_expand: bool = False
+    alignment: int = 1
+    masked: float = 0.2
+    one_expert: bool = False
+    weights: bool = True
+    num_bias: int = 0
+    asynchronous: bool = False
+    prepared: bool = False
+    bound: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """Global number of experts."""
+        return self.num_local * len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs of all ranks."""
+
+    x: list[torch.Tensor]
+    topk_idx: list[torch.Tensor]
+    weights: list[torch.Tensor] | None
+    biases: list[list[torch.Tensor]]
+
+
+def draw(case: Case) -> Data:
+    """The inputs of a case, the same on every rank."""
+    generator = torch.Generator().manual_seed(case.seed)
+    xs, ids, weights = [], [], []
+    for num_tokens in case.tokens:
+        scores = torch.rand(num_tokens, case.num_experts, generator=generator)
+        if case.one_expert and num_tokens:
+            scores[:, 0] = 2.0
+        chosen = scores.topk(case.num_topk, dim=1).indices
+        order = torch.rand(chosen.shape, generator=generator).argsort(dim=1)
+        hidden_lanes = torch.rand(chosen.shape, generator=generator) < case.masked
+        ids.append(chosen.gather(1, order).masked_fill(hidden_lanes, -1))
+        xs.append(torch.randn(num_tokens, case.hidden, generator=generator).to(case.dtype))
+        weights.append(torch.rand(chosen.shape, generator=generator))
+    biases = [[order_sensitive(x.shape, generator).to(case.dtype) for x in xs] for _ in range(case.num_bias)]
+    return Data(xs, ids, weights if case.weights else None, biases)
+
+
+def random_case(rng: random.Random, num_ranks: int) -> Case:
+    """Any allowed combination, small enough for the reference."""
+    num_local = rng.choice((1, 2, 3, 5, 8))
+    prepared = rng.random() < 0.5
+    return Case(
+        seed=rng.randrange(2**31),
+        tokens=tuple(rng.choice((0, 1, 2, 5, 9, 14)) for _ in range(num_ranks)),
+        hidden=rng.choice((8, 24, 40, 136, 1000)),
+        num_topk=rng.randint(1, min(8, num_local * num_ranks)),
+        num_local=num_local,
+        dtype=rng.choice(DTYPES),
+        do_expand=rng.random() < 0.5,
+        alignment=rng.choice((1, 4, 16)),
+        masked=rng.choice((0.0, 0.2, 0.8)),
+        one_expert=rng.random() < 0.15,
+        weights=rng.random() < 0.7,
+        num_bias=rng.choice((0, 0, 1, 2)),
+        asynchronous=rng.random() < 0.5,
+        prepared=prepared,
+        bound=rng.choice((0, 16)),
+    )
+
+
+def edge_cases(seed: int, num_ranks: int) -> list[Case]:
+    """What random draws may miss."""
+    base = Case(seed, (6,) * num_ranks, 24, min(4, 2 * num_ranks), 2, torch.bfloat16)
+    both = [replace(base, do_expand=expand, alignment=4 if expand else 1) for expand in (False, True)]
+    found = [replace(case, tokens=(0,) * num_ranks) for case in both]
+    found += [replace(case, masked=1.1) for case in both]
+    found += [replace(case, one_expert=True, num_topk=1, masked=0.0) for case in both]
+    found += [replace(case, tokens=(0, *range(3, num_ranks + 2)), num_bias=2) for case in both]
+    found += [replace(case, num_local=32, num_topk=32, masked=0.0) for case in both]
+    found += [replace(case, hidden=8, dtype=torch.float32, alignment=256) for case in both]
+    found += [replace(case, hidden=3, dtype=torch.float16) for case in both]
+    return found
+
+
+def order_sensitive(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Values whose fp32 sums depend on their order, also where they are held in 16 bits.
+
+    Half of them are +-2^15 or +-2^-10, which fp32 can not hold in one sum: (a + b) - a is 0 and (a - a) + b is b.
+    """
+    plain = torch.randn(shape, generator=generator)
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    extreme = torch.where(torch.rand(shape, generator=generator) < 0.6, 2.0**15, 2.0**-10) * sign
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, plain, extreme)
+
+
+def same_bytes(got: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
+    """Equal in shape, dtype and every byte."""
+    if got is None or wanted is None:
+        return got is wanted
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return False
+    return torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def run(buffer: ElasticBuffer, case: Case) -> list[str]:
+    """Dispatch, cached dispatch and combine of one case on this rank; what differs from the reference."""
+    rank = buffer.rank
+    data = draw(case)
+    wanted = reference.dispatch(
+        data.x,
+        data.topk_idx,
+        data.weights,
+        num_experts=case.num_experts,
+        expert_alignment=case.alignment,
+        do_expand=case.do_expand,
+    )
+    mine = wanted[rank]
+    x, ids = data.x[rank], data.topk_idx[rank]
+    weights = None if data.weights is None else data.weights[rank]
+    handle = None
+    bad = []
+    if case.prepared:
+        handle = buffer.prepare(
+            ids,
+            num_experts=case.num_experts,
+            expert_alignment=case.alignment,
+            do_expand=case.do_expand,
+            num_max_tokens_per_rank=case.bound,
+        )
+        got = buffer.dispatch(x, topk_weights=weights, handle=handle, async_with_compute_stream=case.asynchronous)
+        if got[3] is not handle:
+            bad.append("cached dispatch returned another handle")
+    else:
+        got = buffer.dispatch(
+            x,
+            ids,
+            weights,
+            num_experts=case.num_experts,
+            expert_alignment=case.alignment,
+            do_expand=case.do_expand,
+            num_max_tokens_per_rank=case.bound,
+            async_with_compute_stream=case.asynchronous,
+        )
+    recv_x, recv_idx, recv_weights, handle, event = got
+    event.current_stream_wait()
+    pairs = [
+        ("recv_x", recv_x, mine.recv_x),
+        ("recv_topk_idx", recv_idx, mine.recv_topk_idx),
+        ("recv_topk_weights", recv_weights, mine.recv_topk_weights),
+    ]
+    again = buffer.dispatch(x, handle=handle, topk_weights=weights)
+    pairs += [("cached recv_x", again[0], recv_x), ("cached recv_topk_idx", again[1], recv_idx)]
+    pairs += [("cached recv_topk_weights", again[2], recv_weights)]
+    bad += [name for name, have, want in pairs if not same_bytes(have, want)]
+    bad += check_handle(handle, case, mine)
+    bad += check_combine(buffer, case, data, wanted, handle)
+    return [f"rank {rank}/{buffer.num_ranks}: {what} in {case}" for what in bad]
+
+
+def check_combine(
+    buffer: ElasticBuffer, case: Case, data: Data, wanted: list[reference.Dispatched], handle: EPHandle
+) -> list[str]:
+    """Combines fresh rows and weights of the received shapes."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    rows, back = [], []
+    for there in wanted:
+        rows.append(order_sensitive(there.recv_x.shape, generator).to(case.dtype))
+        shape = (there.num_expanded,) if case.do_expand else (len(there.arrivals), case.num_topk)
+        back.append(torch.rand(shape, generator=generator))
+    rank = buffer.rank
+    biases = tuple(bias[rank] for bias in data.biases)
+    combined_x, combined_weights, event = buffer.combine(
+        rows[rank],
+        handle,
+        topk_weights=back[rank] if case.weights else None,
+        bias=None if not biases else biases[0] if len(biases) == 1 else biases,
+        async_with_compute_stream=case.asynchronous,
+    )
+    event.current_stream_wait()
+    want_x, want_weights = reference.combine(rows, wanted, back if case.weights else None, data.biases)[rank]
+    bad = []
+    if combined_x.dtype != want_x.dtype or not torch.equal(combined_x, want_x):
+        bad.append(f"combined_x (off by {(combined_x.double() - want_x.double()).abs().max():.3g})")
+    if not same_bytes(combined_weights, want_weights):
+        bad.append("combined_topk_weights")
+    return bad
+
+
+def check_handle(handle: EPHandle, case: Case, mine: reference.Dispatched) -> list[str]:
+    """Counts, prefix sums and metadata of a handle, by their descriptions."""
+    align = case.alignment
+    counts = list(mine.expert_counts)
+    aligned = [-(-count // align) * align for count in counts]
+    ends = [
+        start + count if case.do_expand else sum(aligned[: e + 1])
+        for e, (start, count) in enumerate(zip(mine.expert_starts, counts, strict=True))
+    ]
+    per_rank = [sum(arrival.src_rank <= rank for arrival in mine.arrivals) for rank in range(len(case.tokens))]
+    stride = case.bound or max(1, *case.tokens)
+    metadata = []
+    for arrival in mine.arrivals:
+        last = max(lane for lane, e in enumerate(arrival.local_idx) if e >= 0)
+        rows = arrival.rows if case.do_expand else (-1,) * case.num_topk
+        metadata.append([arrival.src_rank * stride + arrival.token, arrival.src_rank * case.num_topk + last, *rows])
+    wanted = torch.tensor(metadata, dtype=torch.int32).reshape(-1, case.num_topk + 2)
+    checks = {
+        "num_recv_tokens": handle.num_recv_tokens == len(mine.arrivals),
+        "num_expanded_tokens": handle.num_expanded_tokens == mine.num_expanded == sum(aligned),
+        "aligned counts": handle.num_recv_tokens_per_expert_list == aligned,
+        "real counts": handle.num_unaligned_recv_tokens_per_expert.tolist() == counts,
+        "psum per expert": handle.psum_num_recv_tokens_per_expert.tolist() == ends,
+        "psum per rank": handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank,
+        "topk_idx": torch.equal(handle.topk_idx, mine.topk_idx),
+        "num_max_tokens_per_rank": handle.num_max_tokens_per_rank == stride,
+        "recv_src_metadata": same_bytes(handle.recv_src_metadata, wanted),
+        "dst_buffer_slot_idx": same_bytes(handle.dst_buffer_slot_idx, slots(handle, case, mine, stride)),
+    }
+    return [name for name, good in checks.items() if not good]
+
+
+def slots(handle: EPHandle, case: Case, mine: reference.Dispatched, stride: int) -> torch.Tensor:
+    """The destination slot of each (token, rank), at its last lane."""
+    wanted = torch.full(mine.topk_idx.shape, -1, dtype=torch.int32)
+    used = [0] * len(case.tokens)
+    for token, ids in enumerate(mine.topk_idx.tolist()):
+        owners = [e // case.num_local if e >= 0 else -1 for e in ids]
+        for owner in sorted(set(owners) - {-1}):
+            last = max(lane for lane, value in enumerate(owners) if value == owner)
+            wanted[token, last] = handle.rank * stride + used[owner]
+            used[owner] += 1
+    return wanted

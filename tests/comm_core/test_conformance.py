@@ -1,0 +1,140 @@
+"""Every backend equals the reference on 1, 2, 3 and 4 ranks, plain and expanded, fresh, cached and prepared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm_core import ElasticBuffer, layout
+from comm_core.backends import registry
+from tests.comm_core import cases
+from tests.dist import run_ranks
+
+# The groups of one run of four processes: every size, one of them with a gap.
+GROUPS = ([0, 1, 2, 3], [0, 1, 3], [1, 2], [2])
+
+
+def _on_every_group(rank: int, work: Callable[..., list[str]], *args: Any) -> dict[int, list[str]]:
+    found = {}
+    for ranks in GROUPS:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            found[len(ranks)] = work(group, *args)
+    return found
+
+
+def _conform(group: dist.ProcessGroup, backend: str, seed: int, num_random: int) -> list[str]:
+    rng = random.Random(seed)
+    num_ranks = dist.get_world_size(group)
+    todo = cases.edge_cases(seed, num_ranks) + [cases.random_case(rng, num_ranks) for _ in range(num_random)]
+    with ElasticBuffer(group, backend=backend, num_cpu_timeout_secs=30) as buffer:
+        return [line for case in todo for line in cases.run(buffer, case)]
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_equal_to_the_reference(backend: str, fresh_random_data: int) -> None:
+    answers = run_ranks(4, _on_every_group, _conform, backend, fresh_random_data, 25)
+    for size in (1, 2, 3, 4):
+        lists = [answer[size] for answer in answers if size in answer]
+        assert len(lists) == size
+        assert not [line for lines in lists for line in lines]
+
+
+def _two_buffers(rank: int, backend: str, seed: int) -> list[str]:
+    """Dispatch, dispatch, combine, combine over two buffers and several handles, consumed in another order."""
+    base = cases.Case(seed, (5, 0, 7), 40, 3, 4, torch.bfloat16, num_bias=1, asynchronous=True)
+    todo = [replace(base, seed=seed + i, do_expand=bool(i % 2), alignment=1 + 3 * (i % 2)) for i in range(6)]
+    rng = random.Random(seed)
+    bad = []
+    with ElasticBuffer(backend=backend) as first, ElasticBuffer(backend=backend) as second:
+        started = []
+        for i, case in enumerate(todo):
+            buffer, data = (first, second)[i % 2], cases.draw(case)
+            settings = {"num_experts": case.num_experts, "expert_alignment": case.alignment}
+            handle = buffer.prepare(data.topk_idx[rank], do_expand=case.do_expand, **settings)
+            started.append((buffer, case, data, handle))
+        rng.shuffle(started)
+        flying = []
+        for buffer, case, data, handle in started:
+            got = buffer.dispatch(data.x[rank], handle=handle, async_with_compute_stream=True)
+            flying.append((buffer, case, data, handle, got))
+        rng.shuffle(flying)
+        for buffer, case, data, handle, got in flying:
+            settings = {"num_experts": case.num_experts, "expert_alignment": case.alignment}
+            wanted = cases.reference.dispatch(data.x, data.topk_idx, data.weights, do_expand=case.do_expand, **settings)
+            got[4].current_stream_wait()
+            bad += [] if cases.same_bytes(got[0], wanted[rank].recv_x) else [f"recv_x in {case}"]
+            bad += cases.check_combine(buffer, case, data, wanted, handle)
+    return bad
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_two_buffers_and_outstanding_handles(backend: str, fresh_random_data: int) -> None:
+    assert run_ranks(3, _two_buffers, backend, fresh_random_data) == [[], [], []]
+
+
+def _faults(rank: int, backend: str, seed: int) -> dict[str, int]:
+    """How many cases notice each planted fault on this rank."""
+    plan_send, plan_recv = layout.plan_send, layout.plan_recv
+
+    def reversed_sums(*args: Any) -> layout.SendPlan:
+        # Sums that start from the last rank: the same numbers in another order.
+        plan = plan_send(*args)
+        rows = torch.full((args[0].shape[0], max(1, len(plan.return_terms))), -1)
+        for column, (lines, indices) in enumerate(plan.return_terms):
+            rows[lines, column] = indices
+        return replace(plan, return_terms=layout.terms_of(rows.flip(1)))
+
+    def rank_ordered_sums(*args: Any) -> layout.SendPlan:
+        # Sums by rank and not by last lane.
+        plan = plan_send(*args)
+        rows = plan.send_row.masked_fill(~plan.is_last_lane, torch.iinfo(torch.int64).max).sort(dim=1).values
+        return replace(plan, return_terms=layout.terms_of(rows.masked_fill(rows > 2**40, -1)))
+
+    def swapped_rows(*args: Any) -> layout.SendPlan:
+        # The last two tokens for each rank change places.
+        plan = plan_send(*args)
+        return replace(plan, send_token=plan.send_token.flip(0))
+
+    def reversed_lanes(*args: Any) -> layout.RecvPlan:
+        plan = plan_recv(*args)
+        return replace(plan, reduce_terms=layout.terms_of(plan.expand_row.flip(1)))
+
+    def late_experts(*args: Any) -> layout.RecvPlan:
+        # Rows of an expert in reverse order of arrival.
+        plan = plan_recv(*args)
+        return replace(plan, expand_src=plan.expand_src.flip(0))
+
+    plain = cases.Case(seed, (12, 9, 14), 64, 6, 4, torch.bfloat16, masked=0.1)
+    expanded = replace(plain, do_expand=True)
+    caught = {}
+    for case, name, fault in (
+        (plain, "plan_send", reversed_sums),
+        (plain, "plan_send", rank_ordered_sums),
+        (plain, "plan_send", swapped_rows),
+        (expanded, "plan_recv", reversed_lanes),
+        (expanded, "plan_recv", late_experts),
+        (plain, "plan_send", plan_send),
+        (expanded, "plan_recv", plan_recv),
+    ):
+        good = getattr(layout, name)
+        setattr(layout, name, fault)
+        try:
+            with ElasticBuffer(backend=backend) as buffer:
+                caught[f"{fault.__name__} {case.do_expand}"] = len(cases.run(buffer, case))
+        finally:
+            setattr(layout, name, good)
+    return caught
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_planted_faults_are_caught(backend: str, fresh_random_data: int) -> None:
+    for caught in run_ranks(3, _faults, backend, fresh_random_data):
+        sound = {"plan_send False", "plan_recv True"}
+        assert {name for name, count in caught.items() if count == 0} == sound
