@@ -32,7 +32,7 @@ from examples.config import DEFAULT_CONFIG, Config, load
 
 STEPS = 3
 FIRST_STEP_LIMIT, LATER_LIMIT, SCALAR_LIMIT = 2e-6, 1e-4, 1e-5
-BITWISE_MICROBATCHES = ((3, 3), (4, 4), (5, 5), (8, 8), (4, 6, 5))
+BITWISE_MICROBATCHES = [(3, 3), (4, 4), (5, 5), (8, 8), (4, 6, 5)]
 _ALWAYS = {
     "train.dtype": "fp32",
     "train.lr": 1e-3,
@@ -155,7 +155,7 @@ def _read(folder: Path, name: str) -> Record:
     return merge([torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{name}.*.pt"))])
 
 
-def check(config_path: str, *, fault: bool) -> bool:
+def check(config_path: str, microbatches: list[tuple[int, ...]], *, fault: bool) -> bool:
     """Runs both comparisons; True where they hold."""
     layout = ours_config(config_path)
     ranks = layout.parallel.ep_size * layout.parallel.pp_size
@@ -163,6 +163,8 @@ def check(config_path: str, *, fault: bool) -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         common = ["--config", config_path, "--folder", name, *(["--fault"] if fault else [])]
+        for counts in microbatches:
+            common += ["--microbatches", ",".join(map(str, counts))]
         _launch(1, "--worker", "reference", *common)
         _launch(ranks, "--worker", "ours", *common)
         print(
@@ -170,7 +172,7 @@ def check(config_path: str, *, fault: bool) -> bool:
             f"(EP{layout.parallel.ep_size} x PP{layout.parallel.pp_size})"
         )
         good = compare_with_one_process(_read(folder, "ours"), _read(folder, "reference"))
-        for counts in BITWISE_MICROBATCHES:
+        for counts in microbatches:
             key = "-".join(map(str, counts))
             good &= compare_bitwise(
                 _read(folder, f"v-{key}"), _read(folder, f"stock-{key}"), counts, layout.parallel.pp_size
@@ -179,21 +181,34 @@ def check(config_path: str, *, fault: bool) -> bool:
     return good
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 def main() -> int:
     """Parses the command line; a worker process runs its share, the parent starts workers and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=DEFAULT_CONFIG, help="model and layout (default: %(default)s)")
     parser.add_argument("--fault", action="store_true", help="plant a fault of 1 %% in our layer; the check must fail")
+    parser.add_argument(
+        "--microbatches",
+        action="append",
+        type=_counts,
+        metavar="M,M,...",
+        help="microbatches of each step of a bitwise comparison; repeatable (default: 3,3 4,4 5,5 8,8 4,6,5)",
+    )
     parser.add_argument("--worker", choices=("reference", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    microbatches = arguments.microbatches or BITWISE_MICROBATCHES
     try:
         if arguments.worker:
             from examples import parity_worker
 
-            parity_worker.run(arguments.worker, arguments.config, arguments.folder, fault=arguments.fault)
+            role, folder = arguments.worker, arguments.folder
+            parity_worker.run(role, arguments.config, folder, microbatches, fault=arguments.fault)
             return 0
-        return 0 if check(arguments.config, fault=arguments.fault) else 1
+        return 0 if check(arguments.config, microbatches, fault=arguments.fault) else 1
     except (UsageError, MissingPackageError) as error:
         if env.rank() == 0:
             print(f"error: {error}", file=sys.stderr)

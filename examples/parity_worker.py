@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import megatron_patch
 from examples.config import Config
-from examples.parity import BITWISE_MICROBATCHES, STEPS, Record, ours_config, reference_config, stock_config
+from examples.parity import STEPS, Record, ours_config, reference_config, stock_config
 from examples.quiet import quiet
 
 
-def run(role: str, config_path: str, folder: Path, *, fault: bool) -> None:
+def run(role: str, config_path: str, folder: Path, microbatches: list[tuple[int, ...]], *, fault: bool) -> None:
     """Runs a role (`reference` or `ours`) in this process and saves one file a rank and run into `folder`."""
     quiet()
     torch.set_num_threads(1)
@@ -27,13 +27,13 @@ def run(role: str, config_path: str, folder: Path, *, fault: bool) -> None:
             return
         # The stock runs come first, while Megatron's linears are the original ones.
         stock = stock_config(config_path)
-        for counts in BITWISE_MICROBATCHES:
+        for counts in microbatches:
             _save(folder, f"stock-{_key(counts)}", train(stock, list(counts)))
         megatron_patch.apply("cpu", split_weight_grad=True)
         if fault:
             _plant_fault()
         _save(folder, "ours", train(ours_config(config_path), [None] * STEPS))
-        for counts in BITWISE_MICROBATCHES:
+        for counts in microbatches:
             config = ours_config(config_path, **{"train.clip_grad": 0.0})
             _save(folder, f"v-{_key(counts)}", train(config, list(counts)))
     finally:

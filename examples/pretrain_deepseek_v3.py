@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torch.distributed import HashStore
 
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
@@ -34,29 +37,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: Config, kind: str, *, resume: bool) -> None:
-    import megatron_patch
-    from examples.quiet import quiet
-
-    quiet()
-    megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
     import torch.distributed as dist
 
+    import megatron_patch
+    from examples.agree import on_rank_zero
+    from examples.prepare_data import read_documents
+    from examples.quiet import quiet
+
+    megatron_patch.megatron_version()
     device = devices.of(kind, env.local_rank())
     dist.init_process_group(
         devices.collective_backend(kind),
-        init_method="env://" if env.has_launcher() else "tcp://127.0.0.1:0",
-        rank=env.rank(),
-        world_size=env.world_size(),
         timeout=timedelta(seconds=env.timeout_seconds()),
+        **_rendezvous(),
         **({} if kind == "cpu" else {"device_id": device}),
     )
-    from examples.session import Session
-
     try:
-        session = Session.start(config, device, resume=resume)
-        session.train()
+        # A wrong file is told now, not after Megatron has been imported, which takes longer than everything before.
+        on_rank_zero(lambda: len(read_documents(config.data.file)))
+        quiet()
+        megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
+        from examples.session import Session
+
+        Session.start(config, device, resume=resume).train()
     finally:
         dist.destroy_process_group()
+
+
+def _rendezvous() -> dict[str, Any]:
+    """How processes find each other: as torchrun says, or, started by hand, a world of one."""
+    if env.has_launcher():
+        return {}
+    return {"store": HashStore(), "rank": 0, "world_size": 1}
 
 
 if __name__ == "__main__":

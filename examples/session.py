@@ -7,10 +7,9 @@ import importlib.metadata
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,30 +17,13 @@ from megatron.core import parallel_state
 
 import megatron_patch
 from comm_core.runtime import trace
-from comm_core.runtime.errors import MTMoEError
 from examples import checkpoint, model, report
+from examples.agree import on_rank_zero
 from examples.config import Config
 from examples.data import Batch, batch, build_datasets, microbatch_indices
 from examples.prepare_data import Prepared, prepare
 from examples.progress import Progress, Row
 from examples.training import ExpertLoad, Trainer, imbalance
-
-T = TypeVar("T")
-
-
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 and gives its result, or its error, to every rank."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = work()
-        except MTMoEError as error:
-            box[1] = error
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    result: T = box[0]
-    return result
 
 
 @dataclass(slots=True)
