@@ -22,12 +22,16 @@ def text(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number for people: four significant digits, thousands grouped."""
+    """A number for people: four significant digits, thousands grouped, millions and more with a letter."""
     if not math.isfinite(value):
         return "not finite"
-    if value == 0 or 1e-3 <= abs(value) < 1e3:
+    size = abs(value)
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if limit <= size < 1e15:
+            return f"{value / limit:.4g}{letter}"
+    if value == 0 or 1e-3 <= size < 1e3:
         return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1e3 <= size < 1e6 else f"{value:.3g}"
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -55,7 +59,7 @@ def thin_out(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) ->
 
 
 def line_chart(
-    points: Iterable[tuple[float, float]], *, label: str, width: int = 860, height: int = 300, small: bool = False
+    points: Iterable[tuple[float, float]], *, label: str, width: int = 1160, height: int = 320, small: bool = False
 ) -> str:
     """A curve over training steps. Values that are not finite are left out and counted below the curve."""
     everything = list(points)
@@ -84,9 +88,10 @@ def line_chart(
     for value in ticks(first, last, 3 if small else 8):
         if value == int(value):
             x, _ = place(value, low)
-            parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{height - bottom + 16}" text-anchor="middle">{value:.0f}</text>'
-            )
+            # The last label must not leave the picture.
+            x, anchor = (x, "middle") if x < width - 30 else (min(x + 12, width - 2), "end")
+            label_at = f'x="{x:.1f}" y="{height - bottom + 16}" text-anchor="{anchor}"'
+            parts.append(f'<text class="tick" {label_at}>{value:,.0f}</text>')
     if not small:
         parts.append(f'<text class="tick" x="{width - right}" y="{height - 3}" text-anchor="end">step</text>')
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in thin_out(finite)))

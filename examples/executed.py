@@ -2,7 +2,7 @@
 
 The drawing shows what was executed, not what was planned, so everything here comes from the trace: which step was the
 last one that all ranks recorded, which actions the pipeline ran in it, what communication went on beside it, and how
-much of the time each rank computed, waited or communicated.
+much of the time each rank worked, waited or communicated.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How one rank spent the step: seconds, and bytes it sent or received in dispatch and combine."""
+    """How one rank spent the step, in seconds.
 
-    computing: float
-    transferring: float
+    Attributes:
+        running: in F, B, I, W or FB, sends taken off; waiting for expert-parallel communication is part of it.
+        sending, waiting: in SEND and in RECV.
+        idle: in no action.
+        communicating: in expert-parallel communication, whatever the pipeline did meanwhile.
+        num_bytes: as that communication counts its bytes.
+    """
+
+    running: float
+    sending: float
     waiting: float
     idle: float
     communicating: float
@@ -87,8 +95,8 @@ def shares(step: Step) -> list[Share]:
         busy = covered([*compute, *send, *receive])
         result.append(
             Share(
-                computing=(covered([*compute, *send]) - covered(send)) / 1e6,
-                transferring=covered(send) / 1e6,
+                running=(covered([*compute, *send]) - covered(send)) / 1e6,
+                sending=covered(send) / 1e6,
                 waiting=covered(receive) / 1e6,
                 idle=(step.end - step.start - busy) / 1e6,
                 communicating=covered([(event["ts"], _end(event)) for event in others]) / 1e6,

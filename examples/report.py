@@ -31,7 +31,7 @@ is labelled stage, kind, microbatch: <b>2F1</b> is the forward of microbatch 1 o
 microbatch alone, or nothing. The strip under the blocks holds SEND and RECV: a long RECV is time spent waiting for a
 neighbour. Point at a block for its numbers.</dd>
 <dt>Lane below</dt><dd>Communication of the expert-parallel layer on the same axis: token counts, tokens to experts,
-results back. Where it lies below a block of another microbatch's work, it is hidden behind that work.</dd>
+results back. It runs in a queue of its own: the block above it computes meanwhile, or waits for it.</dd>
 <dt>Expert load</dt><dd>Tokens that each expert got, over this whole run, divided by the mean of its layer. 1.00 is
 balance; orange is above, blue is below. A layer without experts has no row.</dd>
 <dt>Gradient norm</dt><dd>Before clipping. Spikes, or a steady rise, tell of a learning rate that is too high.</dd>
@@ -157,10 +157,10 @@ def _schedule(step: executed.Step | None, names: Sequence[str]) -> str:
 
 def _shares_table(step: executed.Step, names: Sequence[str]) -> str:
     total = (step.end - step.start) / 1e6
-    head = ("rank", "computing", "sending", "waiting (RECV)", "no action", "EP communication", "EP bytes")
+    head = ("rank", "running actions", "sending", "waiting (RECV)", "no action", "EP communication", "EP bytes")
     rows = []
     for name, share in zip(names, executed.shares(step), strict=True):
-        parts = (share.computing, share.transferring, share.waiting, share.idle, share.communicating)
+        parts = (share.running, share.sending, share.waiting, share.idle, share.communicating)
         cells = [f"{1e3 * part:,.1f} ms ({part / total:.0%})" if total > 0 else "0" for part in parts]
         cells.append(f"{share.num_bytes:,}")
         rows.append(f"<tr><th>{text(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")

@@ -21,11 +21,13 @@ MEANING = {
 }
 """Names of the communication kinds; their colours are CSS classes of the page."""
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200, 92, 12, 4, 26
+_NARROWEST, _WIDEST, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200, 4000, 92, 12, 4, 26
 _ACTION, _STRIP, _SPAN, _GAP = 30, 7, 11, 14
 _STRIP_Y, _SPAN_Y = _ACTION + 1, _ACTION + _STRIP + 3
 _ROW = _SPAN_Y + _SPAN + _GAP
 _CHARACTER = 6.3
+_ROOM = 24
+"""Width that an action gets on average in a long step; the page scrolls sideways then."""
 
 
 def draw(step: Step, names: Sequence[str]) -> str:
@@ -36,9 +38,12 @@ def draw(step: Step, names: Sequence[str]) -> str:
         names: for each rank what it is called; a part in parentheses is written small below.
     """
     height = _TOP + _ROW * len(names) + _BOTTOM
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(step.end - step.start, 1e-9)
+    most = max((sum(e["args"]["kind"] not in TRANSFER for e in mine) for mine in step.pipeline), default=0)
+    plot = min(max(_ROOM * most, _NARROWEST - _LEFT - _RIGHT), _WIDEST)
+    total = _LEFT + plot + _RIGHT
+    scale = plot / max(step.end - step.start, 1e-9)
     parts = [
-        f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height}" role="img">'
+        f'<svg class="timeline" viewBox="0 0 {total} {height}" style="min-width:{0.82 * total:.0f}px" role="img">'
         f"<title>Executed actions and communication of {len(names)} ranks</title>"
     ]
     for value in ticks(0.0, (step.end - step.start) / 1e3, 10):
@@ -47,7 +52,7 @@ def draw(step: Step, names: Sequence[str]) -> str:
         parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{number(value)} ms</text>')
     for rank, name in enumerate(names):
         top = _TOP + _ROW * rank
-        parts.append(_lane(name, top))
+        parts.append(_lane(name, top, plot))
         first_stage = min((event["args"]["stage"] for event in step.pipeline[rank]), default=0)
         for event in step.pipeline[rank]:
             x, width = _LEFT + (event["ts"] - step.start) * scale, event["dur"] * scale
@@ -62,7 +67,7 @@ def draw(step: Step, names: Sequence[str]) -> str:
 
 def legend(kinds: Sequence[str]) -> str:
     """Colour and meaning of the kinds of actions and communication that occur, and the mark of a second stage."""
-    items = [_key(f'fill="{style.fill}"', style.name) for kind, style in STYLES.items() if kind in kinds]
+    items = [_key(f'class="{kind}" fill="{style.fill}"', style.name) for kind, style in STYLES.items() if kind in kinds]
     if any(kind in STYLES for kind in kinds):
         mark = '<rect x="2" y="2" width="10" height="3" class="card"/>'
         items.append(_key('class="soft"', "bar on top: the rank's second stage", mark))
@@ -75,9 +80,8 @@ def _key(fill: str, name: str, mark: str = "") -> str:
     return f"<li>{swatch}{text(name)}</li>"
 
 
-def _lane(name: str, top: int) -> str:
+def _lane(name: str, top: int, width: int) -> str:
     main, _, detail = name.partition(" (")
-    width = _WIDTH - _LEFT - _RIGHT
     parts = [f'<text class="rank" x="0" y="{top + 14}">{text(main[:14])}</text>']
     if detail:
         parts.append(f'<text class="lane-name" x="0" y="{top + 29}">{text(detail.removesuffix(")")[:14])}</text>')
@@ -98,7 +102,7 @@ def _action(event: Event, x: float, width: float, top: int, origin: float, first
     style = STYLES[kind] if kind in STYLES else STYLES["SEND"]
     hint = _hint(event, origin)
     if kind in TRANSFER:
-        return _bar(f'fill="{style.fill}"', x, top + _STRIP_Y, max(width, 0.6), _STRIP, hint)
+        return _bar(f'class="{kind}" fill="{style.fill}"', x, top + _STRIP_Y, max(width, 0.6), _STRIP, hint)
     parts = [_bar(f'class="block" fill="{style.fill}"', x, top, max(width, 0.4), _ACTION, hint)]
     second = arguments["stage"] != first_stage
     if width >= 6 and (second or kind == "FB"):

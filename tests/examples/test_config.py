@@ -187,7 +187,7 @@ def test_learning_rate() -> None:
     assert [train.learning_rate(step) for step in (1, 5, 10)] == [0.05, 0.25, 0.5]
     assert train.learning_rate(60) == pytest.approx(0.3, abs=1e-15)
     assert train.learning_rate(110) == pytest.approx(0.1, abs=1e-15) == train.learning_rate(10_000)
-    for step in random.Random().sample(range(10, 111), 20):
+    for step in random.Random(random.random()).sample(range(10, 111), 20):
         expected = 0.1 + 0.4 * math.cos(math.pi * (step - 10) / 200) ** 2
         assert train.learning_rate(step) == pytest.approx(expected, rel=1e-12)
 

@@ -246,7 +246,7 @@ def test_batches(prepared: Prepared) -> None:
 
 
 def test_microbatches_of_many_ranks_are_those_of_one() -> None:
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(20):
         ranks, count, size, step = (rng.randint(1, high) for high in (4, 6, 3, 50))
         alone: dict[str, Any] = {"step": step, "rank": 0, "num_ranks": 1, "micro_batch_size": size}
