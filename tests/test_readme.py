@@ -60,6 +60,15 @@ def test_names_in_a_part_of_a_script_exist(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_picture_is_what_the_show_command_draws() -> None:
+    (command,) = re.findall(r"`python (-m dualpipe show [^`]*--format svg)`", README)
+    done = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True, timeout=60, cwd=rules.ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (rules.ROOT / "docs" / "dualpipev.svg").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_point_to_files(page: str) -> None:
     text = (rules.ROOT / page).read_text(encoding="utf-8")
