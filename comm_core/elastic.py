@@ -11,7 +11,6 @@ cached dispatch later, so that no host wait stands between the two.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from comm_core.event import EventHandle, EventOverlap, as_handle
 from comm_core.handle import EPHandle
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
-from comm_core.runtime.errors import ClosedError, UsageError
+from comm_core.runtime.errors import ClosedError
 from comm_core.validate import CombineArgs, DispatchArgs, Limits
 
 Event = EventHandle | EventOverlap
@@ -93,14 +92,11 @@ class ElasticBuffer:
                 f"allow_multiple_reduction={allow_multiple_reduction}",
                 "num_cpu_bytes=0, use_fp8_dispatch=False, allow_multiple_reduction=True",
             )
-        if group is None and not dist.is_initialized():
-            raise UsageError("no group", allowed="a torch.distributed group", fix="call init_process_group first")
-        chosen: Any = dist.group.WORLD if group is None else group
-        self.group: dist.ProcessGroup = chosen
+        self.group = validate.member_of(group)
         timeout = env.timeout_seconds() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
         if device is None:
             device = devices.of_collective_backend(str(dist.get_backend(self.group)))
-        self._backend = registry.create(backend, self.group, torch.device(device), timeout)
+        self._backend = registry.create(backend, self.group, devices.indexed(device), timeout)
         self.rank = self.rank_idx = self._backend.rank
         self.num_ranks, self.device = self._backend.num_ranks, self._backend.device
         self.num_max_tokens_per_rank = bound
@@ -108,7 +104,6 @@ class ElasticBuffer:
         self._limits = Limits(
             self.device, self.num_ranks, number, bound, able.dtypes, able.hidden_multiple, able.worst_case_outputs
         )
-        self._num_handles = 0
         self._closed = False
 
     def prepare(
@@ -295,8 +290,7 @@ class ElasticBuffer:
         num_sms: int = 0,
     ) -> EPHandle:
         """Starts a count exchange with checked arguments."""
-        self._num_handles += 1
-        settings |= {"buffer": self._limits.buffer_id, "handle": self._num_handles, "num_topk": topk_idx.shape[1]}
+        settings |= {"buffer": self._limits.buffer_id, "num_topk": topk_idx.shape[1]}
         topk_idx = topk_idx.detach()
         kept = torch.empty_like(topk_idx) if do_handle_copy else topk_idx
         job = LayoutJob(op, settings, topk_idx, kept, (as_handle(previous_event) or EventHandle(self.device),))
@@ -309,7 +303,6 @@ class ElasticBuffer:
             num_ranks=self.num_ranks,
             num_sms=num_sms,
             buffer_id=self._limits.buffer_id,
-            number=self._num_handles,
             event=self._backend.start_layout(job),
         )
 
@@ -329,8 +322,8 @@ class ElasticBuffer:
             settings |= {"num_experts": args.num_experts, "expert_alignment": args.expert_alignment or 1}
             settings |= {"do_expand": int(args.do_expand), "num_max_tokens_per_rank": bound}
             handle = self._start(op, args.topk_idx, settings, args.previous_event, args.do_handle_copy, args.num_sms)
-        settings |= {"handle": handle.number}
         num_rows = handle.num_recv_rows  # waits for the counts; raises on all ranks where their exchange failed
+        settings |= {"handle": handle.number}
         lanes = (num_rows, handle.num_topk)
         with self._backend.queue.allocating(args.allocate_on_comm_stream):
             out_x = x.new_empty(num_rows, x.shape[1])

@@ -21,6 +21,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -161,8 +162,7 @@ class CommQueue:
         self.device = device
         self._closed = False
         self._stream: Any = None
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], tuple[EventHandle, ...], Future[Any]] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if device.type != "cpu":
             self._stream = devices.new_stream(device, priority=-1)
@@ -177,6 +177,7 @@ class CommQueue:
         after: Iterable[EventHandle | None] = (),
         host_check: EventHandle | None = None,
         tensors: Sequence[torch.Tensor] = (),
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> EventHandle:
         """Queues `fn` behind all earlier work of this queue.
 
@@ -187,6 +188,7 @@ class CommQueue:
             host_check: an event of a host queue with the same meaning, which a side stream does not wait for
                 (that would stall the host): there its failure is reported by whoever submitted it.
             tensors: what `fn` reads and writes; kept from reuse until the side stream is past it.
+            on_failure: called with the error, before anyone who waits sees it, where `fn` or an event failed.
         """
         if self._closed:
             raise ClosedError("the comm queue is closed")
@@ -194,7 +196,7 @@ class CommQueue:
         if self._stream is None:
             future: Future[Any] = Future()
             waits = (*events, host_check) if host_check is not None else events
-            self._jobs.put((fn, waits, future))
+            self._jobs.put(_Job(fn, waits, future, on_failure))
             return EventHandle.of_future(future)
         caller = devices.current_stream(self.device)
         with devices.use_stream(self.device, self._stream), torch.no_grad():
@@ -215,25 +217,49 @@ class CommQueue:
             return context
         return contextlib.nullcontext()
 
-    def close(self, timeout: float) -> None:
-        """Ends the thread after the work already queued; later submits raise ClosedError. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._thread is not None:
+    def close(self, timeout: float) -> bool:
+        """Ends the thread after the work already queued; later submits raise ClosedError. Idempotent.
+
+        Args:
+            timeout: seconds to wait for that work.
+
+        Returns:
+            False where the thread is still busy; it ends by itself once its work has failed or finished.
+        """
+        if not self._closed:
+            self._closed = True
             self._jobs.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(timeout)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
 
     def _work(self) -> None:
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
-                fn, waits, future = job
-                try:
-                    for event in waits:
-                        event.synchronize()
-                    future.set_result(fn())
-                except BaseException as error:
-                    future.set_exception(error)
+                job.run()
                 # The loop must not keep tensors of the last job alive while it waits for the next one.
-                del job, fn, waits, future
+                del job
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Work of a host queue."""
+
+    fn: Callable[[], Any]
+    waits: tuple[EventHandle, ...]
+    future: Future[Any]
+    on_failure: Callable[[BaseException], None] | None
+
+    def run(self) -> None:
+        """Waits for the events, calls the function and completes the future with its result or error."""
+        try:
+            for event in self.waits:
+                event.synchronize()
+            result = self.fn()
+        except BaseException as error:
+            if self.on_failure is not None:
+                self.on_failure(error)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

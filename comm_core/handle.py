@@ -29,6 +29,7 @@ class RankLayout:
         send_splits: rows to each rank.
         recv_splits: rows from each rank.
         expert_counts: rows of each local expert, unaligned.
+        number: number of the call that exchanged the counts, the same on all ranks.
     """
 
     send: SendPlan
@@ -38,6 +39,7 @@ class RankLayout:
     send_splits: list[int]
     recv_splits: list[int]
     expert_counts: list[int]
+    number: int
     _elsewhere: dict[torch.device, tuple[SendPlan, RecvPlan]] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> tuple[SendPlan, RecvPlan]:
@@ -64,7 +66,6 @@ class EPHandle:
         num_ranks: size of the group.
         num_sms: hint given to dispatch, 0 for automatic.
         buffer_id: number of the buffer that made the handle.
-        number: how many handles that buffer made before; equal on all ranks.
         event: complete when the counts are there.
     """
 
@@ -76,7 +77,6 @@ class EPHandle:
     num_ranks: int
     num_sms: int
     buffer_id: int
-    number: int
     event: EventHandle
 
     @property
@@ -85,6 +85,11 @@ class EPHandle:
         layout = self.event.result()
         assert isinstance(layout, RankLayout)
         return layout
+
+    @property
+    def number(self) -> int:
+        """Tells handles apart, in the same way on all ranks."""
+        return self.layout.number
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
@@ -51,6 +52,18 @@ def problem_of(check: Callable[[], object]) -> UsageError | None:
     except UsageError as problem:
         return problem
     return None
+
+
+def member_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default group for None; this process must be in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("no process group", allowed="torch.distributed initialised", fix="call init_process_group")
+    chosen: Any = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
+        raise UsageError(
+            f"group {chosen!r}", allowed="a group this process is in", fix="build the buffer on the members alone"
+        )
+    return chosen
 
 
 def whole(name: str, value: Any, *, least: int = 1) -> int:

@@ -12,6 +12,8 @@ every later call says so at once instead of waiting again.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,10 +42,12 @@ class Agreement:
     """What all ranks said about one call.
 
     Attributes:
+        number: number of the call on this channel.
         num_tokens: tokens of each rank.
         rows: rows[i][j] go from rank i to rank j.
     """
 
+    number: int
     num_tokens: list[int]
     rows: list[list[int]]
 
@@ -78,6 +82,8 @@ class Channel:
         self.rank, self.num_ranks = dist.get_rank(group), len(self.ranks)
         self.broken: CommError | None = None
         self._users, self._next_buffer, self._calls = 0, 0, 0
+        self._agreed: weakref.WeakSet[Exception] = weakref.WeakSet()
+        self._unread_checks: deque[EventHandle] = deque()
         kinds = ("gloo", devices.collective_backend(device.type))
         try:
             self.control_group, self.data_group = private_groups(
@@ -99,19 +105,24 @@ class Channel:
             channel._users += 1
             return channel
 
-    def release(self) -> None:
-        """Gives the channel back; the last user frees groups and queues."""
+    def release(self, *, wait: bool) -> None:
+        """Gives the channel back; the last user frees groups and queues.
+
+        Args:
+            wait: let queued work finish first; otherwise work that waits for another rank is left to its timeout.
+        """
         with self._lock:
             self._users -= 1
             if self._users:
                 return
             for key in [key for key, channel in self._shared.items() if channel is self]:
                 del self._shared[key]
-        self.data_queue.close(self.timeout)
-        self.control_queue.close(self.timeout)
-        for group in (self.data_group, self.control_group):
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        seconds = self.timeout if wait else 0.5
+        ended = self.data_queue.close(seconds) and self.control_queue.close(seconds)
+        # A group that a thread still waits in must stay; the thread's reference goes with its timeout.
+        if ended and dist.is_initialized():
+            dist.destroy_process_group(self.data_group)
+            dist.destroy_process_group(self.control_group)
 
     def next_buffer_id(self) -> int:
         """Numbers the buffers of this channel; the same on all ranks, as they are built in the same order."""
@@ -137,10 +148,12 @@ class Channel:
         self.finish(where, lambda: dist.all_gather(list(table), mine, group=self.control_group, async_op=True))
         lines = table.tolist()
         width = len(SETTINGS)
-        if any(line[width] for line in lines):
-            self._raise_problem(where, problem)
-        self._compare(where, [line[:width] for line in lines])
-        return Agreement([line[width + 1] for line in lines], [line[width + 2 :] for line in lines])
+        error = self._problem(where, problem) if any(line[width] for line in lines) else None
+        error = error or self._difference(where, [line[:width] for line in lines])
+        if error is not None:
+            self._agreed.add(error)
+            raise error
+        return Agreement(self._calls, [line[width + 1] for line in lines], [line[width + 2 :] for line in lines])
 
     def finish(self, where: str, *starts: Callable[[], Any]) -> None:
         """Starts collectives and waits for all; the interpreter lock is free while waiting.
@@ -157,12 +170,19 @@ class Channel:
             raise self.broken from error
 
     def check_alive(self) -> None:
-        """Raises CommError where an earlier collective failed."""
+        """Raises CommError where an earlier collective failed, or where a call that nobody waited for was refused."""
         if self.broken is not None:
             raise CommError(
                 f"rank {self.rank} of group {self.ranks} cannot communicate any more: {self.broken}; "
                 "close the buffer and build a new one"
             ) from self.broken
+        while self._unread_checks and self._unread_checks[0].query():
+            self._unread_checks.popleft().synchronize()
+
+    def note_failure(self, error: BaseException) -> None:
+        """Breaks the channel unless all ranks have the error: this rank left a call in which the others still are."""
+        if self.broken is None and error not in self._agreed:
+            self.broken = CommError(f"rank {self.rank} could not finish a call ({type(error).__name__}: {error})")
 
     def all_to_all(self, out: torch.Tensor, out_rows: list[int], rows: torch.Tensor, in_rows: list[int]) -> Any:
         """Starts moving rows as bytes on the data group: `rows` in rank order, `in_rows` to each; returns the work."""
@@ -179,9 +199,14 @@ class Channel:
     ) -> EventHandle:
         """Queues the comparison for a call that needs no counts."""
         rows = [0] * self.num_ranks
-        return self.control_queue.submit(lambda: self.agree(call, settings, problem, num_tokens, rows))
+        check = self.control_queue.submit(
+            lambda: self.agree(call, settings, problem, num_tokens, rows), on_failure=self.note_failure
+        )
+        if self.data_queue is not self.control_queue:
+            self._unread_checks.append(check)
+        return check
 
-    def _raise_problem(self, where: str, problem: UsageError | None) -> None:
+    def _problem(self, where: str, problem: UsageError | None) -> UsageError | CommError:
         text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         if problem is not None:
             raw = str(problem).encode()[:_TEXT_BYTES]
@@ -189,20 +214,21 @@ class Channel:
         texts = torch.empty(self.num_ranks, _TEXT_BYTES, dtype=torch.uint8)
         self.finish(where, lambda: dist.all_gather(list(texts), text, group=self.control_group, async_op=True))
         if problem is not None:
-            raise problem
+            return problem
         said = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in texts]
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason)
-        raise CommError(f"{where} was refused on every rank of group {self.ranks} because of {reasons}")
+        return CommError(f"{where} was refused on every rank of group {self.ranks} because of {reasons}")
 
-    def _compare(self, where: str, lines: list[list[int]]) -> None:
+    def _difference(self, where: str, lines: list[list[int]]) -> CommError | None:
         for index, setting in enumerate(SETTINGS):
             values = [line[index] for line in lines]
             if len(set(values)) > 1:
                 shown = ", ".join(f"rank {rank} {describe(setting, value)}" for rank, value in enumerate(values))
-                raise CommError(
+                return CommError(
                     f"{where}: the ranks of group {self.ranks} disagree on {setting}: {shown}; "
                     "make the same calls with the same settings, in the same order, on every rank"
                 )
+        return None
 
     def _translated(self, where: str, error: Exception) -> CommError:
         who = f"{where} on rank {self.rank} of group {self.ranks}"

@@ -26,7 +26,7 @@ from comm_core.event import EventHandle
 from comm_core.handle import RankLayout
 from comm_core.runtime import device as devices
 from comm_core.runtime import trace
-from comm_core.runtime.errors import UsageError
+from comm_core.runtime.errors import CommError, UsageError
 
 
 class CollectiveBackend:
@@ -54,7 +54,9 @@ class CollectiveBackend:
     def start_layout(self, job: LayoutJob) -> EventHandle:
         """Exchanges counts and ids on the control queue."""
         self._channel.check_alive()
-        return self._channel.control_queue.submit(lambda: self._layout(job), after=job.after)
+        return self._channel.control_queue.submit(
+            lambda: self._layout(job), after=job.after, on_failure=self._channel.note_failure
+        )
 
     def dispatch(self, job: MoveJob) -> EventHandle:
         """Moves rows to the ranks of their experts."""
@@ -67,7 +69,10 @@ class CollectiveBackend:
     def refuse(self, op: str, problem: UsageError) -> NoReturn:
         """Tells the other ranks, then raises."""
         self._channel.check_alive()
-        self._channel.submit_agreed(op, {}, problem, 0).synchronize()
+        try:
+            self._channel.submit_agreed(op, {}, problem, 0).synchronize()
+        except CommError as error:
+            raise problem from error
         raise problem
 
     def close(self, *, collective: bool) -> None:
@@ -76,7 +81,7 @@ class CollectiveBackend:
             if collective and self._channel.broken is None:
                 self._channel.submit_agreed("close", {"buffer": self.buffer_id}, None, 0).synchronize()
         finally:
-            self._channel.release()
+            self._channel.release(wait=collective)
 
     def _layout(self, job: LayoutJob) -> RankLayout:
         num_experts, alignment = job.settings["num_experts"], job.settings["expert_alignment"]
@@ -101,7 +106,8 @@ class CollectiveBackend:
         recv = layout.plan_recv(ids[:, :num_topk], torch.tensor(recv_splits), num_experts, self.rank, alignment)
         stride = job.settings["num_max_tokens_per_rank"] or max(1, *said.num_tokens)
         counts = recv.expert_counts.tolist()
-        return RankLayout(send, recv, ids[:, num_topk].contiguous(), stride, splits, recv_splits, counts)
+        tokens = ids[:, num_topk].contiguous()
+        return RankLayout(send, recv, tokens, stride, splits, recv_splits, counts, said.number)
 
     def _move(self, job: MoveJob, work: Callable[[MoveJob], None]) -> EventHandle:
         self._channel.check_alive()
@@ -110,7 +116,11 @@ class CollectiveBackend:
             check = self._channel.submit_agreed(job.op, job.settings, None, job.x.shape[0])
         tensors = [job.x, job.weights, job.out_x, job.out_weights, job.out_idx, *job.biases]
         return self.queue.submit(
-            lambda: work(job), after=job.after, host_check=check, tensors=[item for item in tensors if item is not None]
+            lambda: work(job),
+            after=job.after,
+            host_check=check,
+            tensors=[item for item in tensors if item is not None],
+            on_failure=self._channel.note_failure,
         )
 
     def _dispatch(self, job: MoveJob) -> None:

@@ -125,3 +125,11 @@ def of_collective_backend(name: str) -> torch.device:
         if _COLLECTIVE_BACKENDS[kind] in name:
             return torch.device(kind, int(accelerator(kind).current_device()))
     return torch.device("cpu")
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its index: an accelerator named without one is the current device of its kind."""
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return torch.device(device.type, int(accelerator(device.type).current_device()))
