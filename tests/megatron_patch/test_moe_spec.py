@@ -1,0 +1,177 @@
+"""The drop-in layer against Megatron's own: same keys, same bits, whatever the router does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import run_ranks
+from tests.megatron_patch import megatron_case as case
+
+pytestmark = pytest.mark.megatron
+
+
+def _config(**overrides: Any) -> Any:
+    return case.configure(parallel__pp_size=1, parallel__schedule="1f1b", **overrides)
+
+
+def _pair(transformer_config: Any, rank: int) -> tuple[Any, Any]:
+    """A stock layer and a drop-in layer with the same weights."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_patch.moe_spec import MTMoELayer
+
+    dtype = transformer_config.params_dtype
+    submodules = case.moe_submodules(transformer_config)
+    stock = MoELayer(transformer_config, submodules, layer_number=1).to(dtype)
+    ours = MTMoELayer(transformer_config, submodules, layer_number=1).to(dtype)
+    for layer in (stock, ours):
+        if hasattr(layer.router, "_maintain_float32_expert_bias"):
+            layer.router._maintain_float32_expert_bias()
+    case.seed_weights(stock, rank)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return stock, ours
+
+
+def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer.train()
+    x = x.clone().requires_grad_()
+    y, bias = layer(x)
+    assert bias is None
+    y.backward(grad)
+    found = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad(set_to_none=True)
+    return {"y": y.detach(), "x.grad": x.grad, **found}
+
+
+def _different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in b if not torch.equal(a[name], b[name])]
+
+
+def _inputs(config: Any, rank: int, dtype: torch.dtype, num_tokens: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (num_tokens // 2, 2, config.model.hidden)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+
+
+def _bitwise(rank: int) -> list[str]:
+    problems: list[str] = []
+    config = _config()
+    case.start(config, split=False)
+    from examples import model as models
+    from megatron_patch import moe_spec
+
+    def check(label: str, transformer_config: Any, *, selected: list[int] | None = None) -> None:
+        stock, ours = _pair(transformer_config, rank)
+        if selected is not None:
+            for layer in (stock, ours):
+                # Group-limited selection adds up a group's best scores, so a large bias decides it.
+                layer.router.expert_bias.fill_(-10.0)[selected] = 10.0
+        x, grad = _inputs(config, rank, transformer_config.params_dtype)
+        found, wanted = _run(ours, x, grad), _run(stock, x, grad)
+        problems.extend(f"{label}: {name}" for name in _different(found, wanted))
+        if wanted["y"].abs().max() == 0 or wanted["router.weight"].abs().max() == 0:
+            problems.append(f"{label}: nothing was computed")
+
+    fp32 = models.transformer_config(config)
+    check("fp32", fp32)
+    check("fp32, experts of rank 0 alone", fp32, selected=[0, 1])
+    check("fp32, one expert a rank", fp32, selected=[2, 6])
+    check("bf16", models.transformer_config(_config(train__dtype="bf16")))
+    recompute = models.transformer_config(config)
+    recompute.recompute_granularity, recompute.recompute_modules = "selective", ["moe"]
+    check("moe recompute", recompute)
+
+    original = moe_spec.topk_from_map
+    moe_spec.topk_from_map = lambda *a: (original(*a)[0], original(*a)[1] * 1.01)
+    before = list(problems)
+    check("planted", fp32)
+    planted = len(problems) - len(before)
+    problems[:] = before if planted > 5 else [*before, f"a planted fault was seen in {planted} tensors only"]
+    moe_spec.topk_from_map = original
+
+    stock, ours = _pair(fp32, rank)
+    for layer in (stock, ours):
+        layer.router.local_tokens_per_expert.zero_()
+        with torch.no_grad():
+            layer.eval()(_inputs(config, rank, torch.float32)[0])
+    sharded = [
+        sorted(value.key for value in layer.sharded_state_dict("mlp.").values() if hasattr(value, "key"))
+        for layer in (stock, ours)
+    ]
+    if sharded[0] != sharded[1] or not any("experts.experts.linear_fc1" in key for key in sharded[0]):
+        problems.append(f"sharded keys differ: {sharded}")
+    moe_spec.close_buffers()
+    return problems
+
+
+def test_equal_to_the_stock_layer_bit_by_bit() -> None:
+    assert run_ranks(2, _bitwise, timeout=120) == [[], []]
+
+
+def _many_lanes(rank: int) -> list[float]:
+    config = _config(model__num_topk=4, model__group_topk=2)
+    case.start(config, split=True)
+    from examples import model as models
+    from megatron_patch import moe_spec
+
+    stock, ours = _pair(models.transformer_config(config).__class__(**_double(models.transformer_config(config))), rank)
+    x, grad = _inputs(config, rank, torch.float32)
+    a, b = _run(ours, x, grad), _run(stock, x, grad)
+    moe_spec.close_buffers()
+    return [float((a[name] - b[name]).norm() / b[name].norm().clamp_min(1e-20)) for name in b]
+
+
+def _double(config: Any) -> dict[str, Any]:
+    return {
+        name: getattr(config, name) for name in config.__dataclass_fields__ if config.__dataclass_fields__[name].init
+    }
+
+
+def test_sums_of_four_lanes_differ_by_rounding_alone() -> None:
+    for errors in run_ranks(2, _many_lanes, timeout=90):
+        assert max(errors) < 1e-6 and len(errors) > 5
+
+
+def test_lanes_from_a_dense_map() -> None:
+    import megatron_patch
+
+    megatron_patch.apply("cpu", split_weight_grad=False)
+    from megatron_patch.moe_spec import topk_from_map
+
+    megatron_patch.revert()
+    generator = torch.Generator().manual_seed(int(torch.randint(0, 2**31, ())))
+    routing_map = torch.zeros(50, 8, dtype=torch.bool)
+    for token in range(50):
+        count = int(torch.randint(0, 4, (), generator=generator))
+        routing_map[token, torch.randperm(8, generator=generator)[:count]] = True
+    probs = (torch.rand(50, 8, generator=generator) * routing_map).requires_grad_()
+    idx, weights = topk_from_map(probs, routing_map, 3)
+    for token in range(50):
+        experts = routing_map[token].nonzero().flatten().tolist()
+        assert idx[token].tolist() == experts + [-1] * (3 - len(experts))
+        assert weights[token].tolist() == probs[token, experts].tolist() + [0.0] * (3 - len(experts))
+    weights.sum().backward()
+    assert torch.equal(probs.grad, routing_map.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("moe_shared_expert_overlap", True), ("moe_expert_capacity_factor", 1.5), ("expert_tensor_parallel_size", 2)],
+)
+def test_unsupported_settings_are_refused(name: str, value: Any) -> None:
+    import types
+
+    import megatron_patch
+    from comm_core.runtime.errors import UsageError
+
+    megatron_patch.apply("cpu", split_weight_grad=False)
+    from megatron_patch.moe_spec import MTMoELayer
+
+    megatron_patch.revert()
+    with pytest.raises(UsageError, match=f"{name}={value}"):
+        MTMoELayer(types.SimpleNamespace(**{name: value}))
