@@ -25,8 +25,8 @@ class ScheduleError(MTMoEError, ValueError):
     """A schedule that can not run.
 
     Attributes:
-        rank: whose list is at fault, or None where work is missing everywhere.
-        index: position in that list (of the lowered schedule for deadlocks), or None.
+        rank: whose list is at fault, or None where the number of lists is wrong.
+        index: position in that list, or None.
     """
 
     def __init__(self, problem: str, *, rank: int | None = None, index: int | None = None) -> None:
@@ -55,11 +55,29 @@ def validate(schedule: Schedule, channel: Channel = four_channels) -> None:
         for index, action in enumerate(actions):
             _check_cell(schedule, rank, index, action)
     _check_work(schedule)
-    communicates = any(action.payload is not None for actions in schedule.ranks for action in actions)
-    lowered = schedule if communicates else with_communication(schedule)
-    for rank in range(schedule.num_ranks):
+    if any(action.payload is not None for actions in schedule.ranks for action in actions):
+        _check_messages(schedule, channel)
+        return
+    lowered = with_communication(schedule)
+    try:
+        _check_messages(lowered, channel)
+    except ScheduleError as error:
+        assert error.rank is not None and error.index is not None
+        index = _given_index(lowered.ranks[error.rank], error.index)
+        problem = str(error).replace(f"position {error.index}", f"position {index}", 1)
+        raise ScheduleError(problem, rank=error.rank, index=index) from None
+
+
+def _check_messages(lowered: Schedule, channel: Channel) -> None:
+    for rank in range(lowered.num_ranks):
         _check_order(lowered, rank)
     _Rendezvous(lowered, channel).run()
+
+
+def _given_index(lowered: tuple[Action, ...], index: int) -> int:
+    """Position in the list before lowering; for SEND and RECV that of the computation they belong to."""
+    before = sum(action.payload is None for action in lowered[:index])
+    return before - 1 if lowered[index].kind is Kind.SEND else before
 
 
 def _cell(rank: int, index: int, action: Action) -> str:
@@ -113,7 +131,7 @@ def _check_complete(
         rank = schedule.rank_of(key)
         wanted = "F alone" if schedule.forward_only else "F with B, or F with I and W"
         raise ScheduleError(
-            f"rank {rank}, stage {key.stage}, microbatch {microbatch}: work is {sorted(has) or 'missing'}, "
+            f"rank {rank}, stage {key.stage}, microbatch {microbatch}: work is {', '.join(sorted(has)) or 'missing'}; "
             f"needed is {wanted}",
             rank=rank,
         )

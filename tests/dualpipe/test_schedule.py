@@ -1,0 +1,147 @@
+"""The builders against torch's lists, the published counts and their own constraints."""
+
+from collections import Counter
+
+import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from comm_core.runtime.errors import UsageError
+from dualpipe.actions import Kind, StageKey
+from dualpipe.schedule import (
+    SCHEDULES,
+    build,
+    dualpipe,
+    dualpipev,
+    forward_only,
+    from_csv,
+    merge_backward,
+    one_f_one_b,
+    with_communication,
+)
+
+
+def torch_lists(ranks, microbatches):
+    """torch's DualPipeV as text; the object is filled by hand, since its constructor wants stages and a group."""
+    theirs = object.__new__(ScheduleDualPipeV)
+    theirs.pp_group_size, theirs._n_microbatches, theirs._num_stages = ranks, microbatches, 2 * ranks
+    theirs.stage_index_to_group_rank = {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
+    lists = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
+    return [[str(action) for action in actions if action is not None] for actions in lists]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_dualpipev_is_torch_s(ranks):
+    for microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):  # torch refuses 2P-1
+        ours = [[str(action) for action in actions] for actions in dualpipev(ranks, microbatches).ranks]
+        assert ours == torch_lists(ranks, microbatches)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 10), ("dualpipe", 8, 20)])
+def test_published_counts(name, ranks, microbatches):
+    """Repetitions of the eight steps in the README figures of DualPipe (8 ranks) and DualPipeV (4 ranks)."""
+    # (step 1 forwards, step 2 x2, step 3 x3, step 4 pairs x2, step 5 x2, step 6 x2, step 7 x2, step 8) by distance.
+    steps = [[6, 1, 3, 3, 3, 1, 3, 1], [4, 2, 2, 4, 2, 2, 2, 2], [2, 3, 1, 5, 1, 3, 1, 3], [0, 4, 0, 6, 0, 4, 0, 4]]
+    schedule = build(name, ranks, microbatches)
+    for rank, actions in enumerate(schedule.ranks):
+        distance = min(rank, ranks - 1 - rank) if name == "dualpipe" else rank
+        s1, s2, s3, s4, s5, s6, s7, s8 = steps[distance]
+        unfused = int(distance == 3)  # the first F0, B1 of the innermost rank
+        counts = Counter(action.kind for action in actions)
+        assert counts[Kind.F] == s1 + 2 * s2 + s3 + unfused
+        assert counts[Kind.FB] == 2 * s4 + s5 - unfused == [9, 10, 11, 11][distance]
+        assert counts[Kind.I] == counts[Kind.W] == s3 + s7 + s8 == 2 * 4 - distance - 1
+        assert counts[Kind.B] == s5 + 2 * s6 - (s8) + unfused
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_dualpipev_with_the_fewest_microbatches_has_all_work(ranks):
+    schedule = dualpipev(ranks, 2 * ranks - 1)
+    done = Counter((part.kind, part.stage) for actions in schedule.ranks for a in actions for part in a.compute)
+    for stage in range(2 * ranks):
+        assert done[Kind.F, stage] == 2 * ranks - 1
+        assert done[Kind.B, stage] + done[Kind.I, stage] == 2 * ranks - 1
+        assert done[Kind.I, stage] == done[Kind.W, stage]
+
+
+def test_1f1b_lists():
+    assert one_f_one_b(2, 3).to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert one_f_one_b(3, 1).to_csv() == "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
+
+
+def test_placement():
+    two_way, vee = dualpipe(4, 8), dualpipev(4, 8)
+    assert [two_way.rank_of(StageKey(stage, 1)) for stage in range(4)] == [3, 2, 1, 0]
+    assert two_way.stages_of(0) == (StageKey(0, 0), StageKey(3, 1))
+    assert list(two_way.microbatches_of(1)) == [4, 5, 6, 7]
+    assert [vee.rank_of(StageKey(stage)) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert vee.stages_of(1) == (StageKey(1), StageKey(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "words"),
+    [
+        ("dualpipev", 4, 6, "at least 2\\*ranks - 1 = 7"),
+        ("dualpipe", 3, 8, "an even number of ranks"),
+        ("dualpipe", 4, 9, "an even number of microbatches"),
+        ("dualpipe", 4, 6, "at least 2\\*ranks = 8"),
+        ("1f1b", 0, 8, "a whole number from 1"),
+        ("1f1b", 2, 0, "a whole number from 1"),
+        ("dualpipev", -2, 8, "a whole number from 1"),
+        ("dualpipev", 2, 4.0, "a whole number from 1"),
+        ("dualpipev", True, 4, "a whole number from 1"),
+        ("zigzag", 2, 4, "1f1b, dualpipe, dualpipev"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_what_is_allowed(name, ranks, microbatches, words):
+    with pytest.raises(UsageError, match=words):
+        build(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 9), ("dualpipe", 4, 8), ("1f1b", 4, 5)])
+@pytest.mark.parametrize("change", [lambda s: s, with_communication, merge_backward, forward_only])
+def test_csv_round_trip(name, ranks, microbatches, change):
+    schedule = change(build(name, ranks, microbatches))
+    assert from_csv(schedule.to_csv(), like=schedule) == schedule
+
+
+def test_csv_mistakes_are_named():
+    schedule = dualpipev(2, 4)
+    with pytest.raises(UsageError, match="1 lines; allowed: 2"):
+        from_csv("0F0\n", like=schedule)
+    with pytest.raises(UsageError, match=r"1F0 on rank 0; allowed: stages 0, 3"):
+        from_csv("0F0,1F0\n1F0\n", like=schedule)
+    with pytest.raises(UsageError, match="'nonsense'"):
+        from_csv("0F0,nonsense\n1F0\n", like=schedule)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_lowering_puts_receives_first_and_sends_last(name):
+    lowered = with_communication(build(name, 4, 8))
+    for rank, actions in enumerate(lowered.ranks):
+        for index, action in enumerate(actions):
+            if action.payload is None:
+                continue
+            near = actions[index + 1 :] if action.kind is Kind.RECV else reversed(actions[:index])
+            partner = next(other for other in near if other.payload is None)
+            parts = [part for part in partner.compute if part.key == action.key]
+            assert [part.microbatch for part in parts] == [action.microbatch]
+            assert abs(lowered.peer(action) - rank) == 1
+    assert sum(len(a) for a in lowered.ranks) > sum(len(a) for a in build(name, 4, 8).ranks)
+    with pytest.raises(UsageError, match="only once"):
+        with_communication(lowered)
+
+
+def test_turn_of_the_v_needs_no_messages():
+    assert with_communication(dualpipev(1, 4)) == dualpipev(1, 4)
+    text = with_communication(dualpipev(3, 6)).to_csv().splitlines()[2].split(",")
+    assert not [cell for cell in text if cell.startswith(("2SEND_F", "3RECV_F", "3SEND_B", "2RECV_B"))]
+
+
+def test_without_split_every_backward_is_full():
+    kinds = {
+        part.kind
+        for actions in build("dualpipev", 3, 6, backward_split=False).ranks
+        for a in actions
+        for part in a.compute
+    }
+    assert kinds == {Kind.F, Kind.B}

@@ -1,0 +1,133 @@
+"""Valid schedules pass for any size; each planted fault is refused with the cell that holds it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
+
+from dualpipe.actions import parse, with_direction
+from dualpipe.schedule import build, dualpipe, dualpipev, forward_only, merge_backward, one_f_one_b, with_communication
+from dualpipe.validate import ScheduleError, four_channels, validate
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(["dualpipe", "dualpipev", "1f1b"]))
+    ranks = draw(st.integers(1, 6))
+    if name == "dualpipe":
+        return dualpipe(2 * ranks, 4 * ranks + 2 * draw(st.integers(0, 12)))
+    if name == "dualpipev":
+        return dualpipev(ranks, 2 * ranks - 1 + draw(st.integers(0, 20)))
+    return one_f_one_b(ranks, draw(st.integers(1, 30)))
+
+
+def per_pair(payload, source, target):
+    """NCCL's other way: one communicator a pair of ranks, still four of each."""
+    return payload, source, target
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules())
+def test_every_schedule_validates_in_every_form(schedule):
+    for form in (schedule, with_communication(schedule), merge_backward(schedule), forward_only(schedule)):
+        validate(form)
+        validate(form, per_pair)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 9), ("1f1b", 4, 6)])
+def test_torch_s_simulator_accepts_the_lowered_lists(name, ranks, microbatches):
+    lowered = with_communication(merge_backward(build(name, ranks, microbatches)))
+    flat = {
+        rank: [_Action.from_str(str(part)) for action in actions for part in (action.compute or (action,))]
+        for rank, actions in enumerate(lowered.ranks)
+    }
+    _simulate_comms_compute(flat, lambda stage: lowered.placement[0][stage], lowered.num_stages)
+
+
+def edited(schedule, rank, edit):
+    """The schedule with the list of one rank changed in place by `edit`."""
+    actions = list(schedule.ranks[rank])
+    edit(actions)
+    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(actions), *schedule.ranks[rank + 1 :]))
+
+
+def swap(first, second):
+    def edit(actions):
+        i, j = actions.index(parse(first)), actions.index(parse(second))
+        actions[i], actions[j] = actions[j], actions[i]
+
+    return edit
+
+
+def remove(cell):
+    return lambda actions: actions.remove(parse(cell))
+
+
+def duplicate(cell):
+    return lambda actions: actions.append(parse(cell))
+
+
+BASE = dualpipev(3, 6)
+LOWERED = with_communication(BASE)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "edit", "words"),
+    [
+        (BASE, 0, remove("5W0"), "rank 0, stage 5, microbatch 0: work is F, I;"),
+        (BASE, 1, remove("1F0"), "rank 1, stage 1, microbatch 0"),
+        (BASE, 1, duplicate("1F0"), r"rank 1, position \d+, 1F0: done twice"),
+        (BASE, 0, duplicate("5B0"), "5B0: done twice"),
+        (BASE, 0, swap("5I0", "5W0"), "rank 0, position 6, 5W0: W before its I"),
+        (BASE, 0, swap("5F0", "5I0"), "5I0: backward before its F"),
+        (BASE, 2, swap("2F0", "3F0"), r"3F0: F before its input \(local turn\)"),
+        (BASE, 1, swap("1F0", "1F1"), "mismatch"),
+        (BASE, 0, swap("0F0", "5F0"), "rank 0, position 0, 5RECV_F0: deadlock"),
+        (BASE, 0, lambda actions: actions.insert(0, parse("1F9")), "1F9: no such stage, direction or microbatch"),
+        (BASE, 0, lambda actions: actions.append(parse("1F0")), "1F0: stage 1 lives on rank 1"),
+        (BASE, 0, lambda actions: actions.append(with_direction(parse("0F0"), 1)), "no such stage, direction"),
+        (LOWERED, 1, swap("1RECV_F0", "1F0"), "1F0: F before its input arrives"),
+        (LOWERED, 1, swap("1F0", "1SEND_F0"), "1SEND_F0: sent before it is computed"),
+        (LOWERED, 0, swap("5I0", "5SEND_B0"), "5SEND_B0: sent before it is computed"),
+        (LOWERED, 0, remove("0SEND_F3"), "mismatch"),
+        (LOWERED, 0, remove("5SEND_B5"), "deadlock"),
+        (LOWERED, 0, lambda actions: actions.insert(0, parse("0RECV_F0")), "no other rank to talk to"),
+        (LOWERED, 2, lambda actions: actions.append(parse("2SEND_F0")), "no other rank to talk to"),
+    ],
+)
+def test_a_planted_fault_is_named(schedule, rank, edit, words):
+    validate(schedule)
+    with pytest.raises(ScheduleError, match=words):
+        validate(edited(schedule, rank, edit))
+
+
+def test_gradient_needed_before_it_arrives():
+    bad = edited(LOWERED, 0, swap("0RECV_B0", "(5F3;0B0)OVERLAP_F_B"))
+    with pytest.raises(ScheduleError, match="backward before its gradient arrives") as caught:
+        validate(bad)
+    assert caught.value.rank == 0
+    assert str(bad.ranks[0][caught.value.index]) == "(5F3;0B0)OVERLAP_F_B"
+
+
+def test_a_list_is_missing():
+    with pytest.raises(ScheduleError, match="2 lists for 3 ranks"):
+        validate(replace(BASE, ranks=BASE.ranks[:2]))
+
+
+@pytest.mark.parametrize(
+    "schedule", [dualpipev(2, 4), dualpipev(4, 8), dualpipe(2, 4), dualpipe(4, 8), one_f_one_b(3, 6)]
+)
+def test_one_communicator_deadlocks(schedule):
+    validate(schedule, four_channels)
+    for shared in (lambda payload, source, target: 0, lambda payload, source, target: frozenset((source, target))):
+        with pytest.raises(ScheduleError, match="deadlock"):
+            validate(schedule, shared)
+
+
+def test_two_communicators_are_not_enough():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(dualpipev(4, 8), lambda payload, source, target: payload)
+    with pytest.raises(ScheduleError, match="mismatch"):
+        validate(dualpipev(4, 8), lambda payload, source, target: source < target)
