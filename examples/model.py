@@ -32,6 +32,14 @@ from megatron_patch.moe_spec import use_mt_moe
 from megatron_patch.placement import VLayout, embedding_ranks, has_embedding, has_loss
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Fusions need kernels that only exist on CUDA with Transformer Engine or Apex.
+_NO_FUSIONS = dict.fromkeys(
+    (
+        *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
+        *("gradient_accumulation_fusion", "persist_layer_norm"),
+    ),
+    False,
+)
 
 
 def setup_parallel(config: Config) -> None:
@@ -51,15 +59,6 @@ def setup_parallel(config: Config) -> None:
 def transformer_config(config: Config) -> MLATransformerConfig:
     """The Megatron configuration of the model and its layout."""
     model, parallel, dtype = config.model, config.parallel, _DTYPES[config.train.dtype]
-    v_placement = parallel.schedule == "dualpipev"
-    extra: dict[str, Any] = {}
-    if v_placement:
-        extra = {
-            "pipeline_model_parallel_layout": VLayout(model.num_layers, parallel.pp_size),
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
     return MLATransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden,
@@ -102,15 +101,21 @@ def transformer_config(config: Config) -> MLATransformerConfig:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
-        # Fusions need kernels that only exist on CUDA with Transformer Engine or Apex.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **extra,
+        **_NO_FUSIONS,
+        **_placement(config),
     )
+
+
+def _placement(config: Config) -> dict[str, Any]:
+    """The settings of the V placement; nothing for one stage a rank."""
+    if config.parallel.schedule != "dualpipev":
+        return {}
+    return {
+        "pipeline_model_parallel_layout": VLayout(config.model.num_layers, config.parallel.pp_size),
+        "virtual_pipeline_model_parallel_size": 2,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
 
 
 @dataclass(slots=True)

@@ -93,11 +93,14 @@ class Session:
                     self._save(step)
             self._finish(recorder, progress, total_load)
 
-    def _progress(self) -> Any:
-        if dist.get_rank() != 0:
-            return contextlib.nullcontext()
-        path = self.config.run_folder / "metrics.jsonl"
-        return Progress(path, total_steps=self.config.train.steps, start_step=self.first_step)
+    def _progress(self) -> contextlib.AbstractContextManager[Progress | None]:
+        path, rank = self.config.run_folder / "metrics.jsonl", dist.get_rank()
+        made: list[Progress] = []
+        # Broken metrics of an earlier run are found by rank 0 alone; all ranks must end then.
+        on_rank_zero(
+            lambda: made.append(Progress(path, total_steps=self.config.train.steps, start_step=self.first_step))
+        )
+        return made[0] if rank == 0 else contextlib.nullcontext()
 
     def _save(self, step: int) -> None:
         trainer, keep = self.trainer, self.config.checkpoint.keep
@@ -129,6 +132,7 @@ class Session:
                 trace_events=events,
                 expert_load=total_load.tolist(),
                 versions=versions(self.device),
+                names=names,
             )
             progress.finish(
                 [folder / "report.html", folder / "trace.json", folder / "metrics.jsonl", self._checkpoints]

@@ -10,8 +10,8 @@ from megatron_patch.schedule import PipelineSchedule
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 
+from comm_core.runtime import device as devices
 from comm_core.runtime.errors import MissingPackageError, UsageError
 from megatron_patch.patches import Patch, PatchSet
 
@@ -35,11 +35,11 @@ def megatron_version() -> str:
         ) from None
 
 
-def apply(device: str = "cuda", *, split_weight_grad: bool = True) -> None:
+def apply(device: str, *, split_weight_grad: bool = True) -> None:
     """Puts the patches for a device and the installed Megatron version in force. Calling it again adds nothing.
 
     Args:
-        device: kind of device that Megatron will run on: cpu, cuda or musa.
+        device: kind of device that Megatron will run on, one of `comm_core.runtime.device.KINDS`.
         split_weight_grad: let Megatron's own linears hand their weight gradients to the pipeline schedule, so that a
             schedule can run backward for inputs (I) and for weights (W) apart. Without a schedule that collects them,
             weight gradients are computed at once, as before.
@@ -56,17 +56,12 @@ def apply(device: str = "cuda", *, split_weight_grad: bool = True) -> None:
             allowed=">=0.16, <0.20 (0.16.1 and 0.19.2 are tested)",
             fix="install one of these versions",
         )
-    if device not in ("cpu", "cuda", "musa"):
-        raise UsageError(f"device {device!r}", allowed="cpu, cuda or musa", fix="pass the kind of device in use")
+    if device not in devices.KINDS:
+        raise UsageError(f"device {device!r}", allowed=" or ".join(devices.KINDS), fix="pass the kind of device in use")
     from megatron_patch import platform
 
-    if device == "cpu":
-        _PATCHES.apply(platform.before_import(), version)
-        _PATCHES.apply(platform.cpu(), version)
-    elif device == "musa":
-        _PATCHES.apply(platform.musa(), version)
-    if device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        _PATCHES.apply(platform.local_implementation(), version)
+    _PATCHES.apply(platform.before_import(device), version)
+    _PATCHES.apply(platform.after_import(device), version)
     if split_weight_grad:
         from megatron_patch import weight_grad
 

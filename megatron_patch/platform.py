@@ -213,8 +213,10 @@ def _paged_stash_stub(original: Any) -> Any:
     return stub
 
 
-def before_import() -> list[Patch]:
-    """Patches that must be in force before `import megatron.core`."""
+def before_import(device: str) -> list[Patch]:
+    """Patches for a kind of device that must be in force before `import megatron.core`."""
+    if device != "cpu":
+        return []
     return [
         Patch(
             "sys:modules[megatron.core.transformer.moe.ops.paged_stash]",
@@ -223,6 +225,14 @@ def before_import() -> list[Patch]:
             "megatron.core imports triton unconditionally through this module",
         )
     ]
+
+
+def after_import(device: str) -> list[Patch]:
+    """Patches for a kind of device that need Megatron imported; applying them imports it."""
+    patches = {"cpu": _cpu, "musa": _musa}.get(device, list)()
+    if device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+        patches += _local_implementation()
+    return patches
 
 
 def _attention_init(original: Any) -> Any:
@@ -262,7 +272,7 @@ def _if_missing(value: Any) -> Any:
     return lambda original: value if original is MISSING else original
 
 
-def local_implementation() -> list[Patch]:
+def _local_implementation() -> list[Patch]:
     """What Megatron's own (not Transformer Engine) modules lack, on any device: MLA, and names of absent packages."""
     core = "megatron.core"
     attention = f"{core}.transformer.dot_product_attention:DotProductAttention"
@@ -283,7 +293,7 @@ def local_implementation() -> list[Patch]:
     ]
 
 
-def cpu() -> list[Patch]:
+def _cpu() -> list[Patch]:
     """Everything Megatron needs to run on the CPU, after it was imported."""
     core = "megatron.core"
     host = "all-to-all split sizes are moved to the host only if they are on CUDA"
@@ -313,7 +323,7 @@ def cpu() -> list[Patch]:
     ]
 
 
-def musa() -> list[Patch]:
+def _musa() -> list[Patch]:
     """Redirects Megatron's `torch.cuda` calls to `torch.musa`. Prepared after torch_musa's documentation, not run."""
     module = devices.accelerator("musa")
     reason = "torch_musa has the same call under torch.musa"
