@@ -110,11 +110,12 @@ def edge_cases(seed: int, num_ranks: int) -> list[Case]:
 def order_sensitive(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Values whose fp32 sums depend on their order, also where they are held in 16 bits.
 
-    Half of them are +-2^15 or +-2^-10, which fp32 can not hold in one sum: (a + b) - a is 0 and (a - a) + b is b.
+    Half of them are +-2^12 or +-2^-13, which fp32 can not hold in one sum: (a + b) - a is 0 and (a - a) + b is b.
+    Sums of 32 of them stay finite in fp16.
     """
     plain = torch.randn(shape, generator=generator)
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    extreme = torch.where(torch.rand(shape, generator=generator) < 0.6, 2.0**15, 2.0**-10) * sign
+    extreme = torch.where(torch.rand(shape, generator=generator) < 0.6, 2.0**12, 2.0**-13) * sign
     return torch.where(torch.rand(shape, generator=generator) < 0.5, plain, extreme)
 
 

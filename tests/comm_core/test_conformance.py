@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +19,16 @@ from tests.dist import run_ranks
 GROUPS = ([0, 1, 2, 3], [0, 1, 3], [1, 2], [2])
 
 
-def _on_every_group(rank: int, work: Callable[..., list[str]], *args: Any) -> dict[int, list[str]]:
-    found = {}
+def _everything(rank: int, backend: str, seed: int, num_random: int) -> dict[str, Any]:
+    """All work of this file in one run: what is wrong by group size, and the two pieces that need three ranks."""
+    found: dict[str, Any] = {}
     for ranks in GROUPS:
         group = dist.new_group(ranks)
         if rank in ranks:
-            found[len(ranks)] = work(group, *args)
+            found[f"{len(ranks)} ranks"] = _conform(group, backend, seed, num_random)
+            if len(ranks) == 3:
+                found["two buffers"] = _two_buffers(group, backend, seed)
+                found["faults"] = _faults(group, backend, seed)
     return found
 
 
@@ -37,22 +40,14 @@ def _conform(group: dist.ProcessGroup, backend: str, seed: int, num_random: int)
         return [line for case in todo for line in cases.run(buffer, case)]
 
 
-@pytest.mark.parametrize("backend", registry.names())
-def test_equal_to_the_reference(backend: str, fresh_random_data: int) -> None:
-    answers = run_ranks(4, _on_every_group, _conform, backend, fresh_random_data, 25)
-    for size in (1, 2, 3, 4):
-        lists = [answer[size] for answer in answers if size in answer]
-        assert len(lists) == size
-        assert not [line for lines in lists for line in lines]
-
-
-def _two_buffers(rank: int, backend: str, seed: int) -> list[str]:
+def _two_buffers(group: dist.ProcessGroup, backend: str, seed: int) -> list[str]:
     """Dispatch, dispatch, combine, combine over two buffers and several handles, consumed in another order."""
     base = cases.Case(seed, (5, 0, 7), 40, 3, 4, torch.bfloat16, num_bias=1, asynchronous=True)
     todo = [replace(base, seed=seed + i, do_expand=bool(i % 2), alignment=1 + 3 * (i % 2)) for i in range(6)]
     rng = random.Random(seed)
     bad = []
-    with ElasticBuffer(backend=backend) as first, ElasticBuffer(backend=backend) as second:
+    rank = dist.get_rank(group)
+    with ElasticBuffer(group, backend=backend) as first, ElasticBuffer(group, backend=backend) as second:
         started = []
         for i, case in enumerate(todo):
             buffer, data = (first, second)[i % 2], cases.draw(case)
@@ -74,12 +69,7 @@ def _two_buffers(rank: int, backend: str, seed: int) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("backend", registry.names())
-def test_two_buffers_and_outstanding_handles(backend: str, fresh_random_data: int) -> None:
-    assert run_ranks(3, _two_buffers, backend, fresh_random_data) == [[], [], []]
-
-
-def _faults(rank: int, backend: str, seed: int) -> dict[str, int]:
+def _faults(group: dist.ProcessGroup, backend: str, seed: int) -> dict[str, int]:
     """How many cases notice each planted fault on this rank."""
     plan_send, plan_recv = layout.plan_send, layout.plan_recv
 
@@ -111,7 +101,7 @@ def _faults(rank: int, backend: str, seed: int) -> dict[str, int]:
         plan = plan_recv(*args)
         return replace(plan, expand_src=plan.expand_src.flip(0))
 
-    plain = cases.Case(seed, (12, 9, 14), 64, 6, 4, torch.bfloat16, masked=0.1)
+    plain = cases.Case(seed, (12, 9, 14), 256, 12, 8, torch.bfloat16, masked=0.1)
     expanded = replace(plain, do_expand=True)
     caught = {}
     for case, name, fault in (
@@ -126,7 +116,7 @@ def _faults(rank: int, backend: str, seed: int) -> dict[str, int]:
         good = getattr(layout, name)
         setattr(layout, name, fault)
         try:
-            with ElasticBuffer(backend=backend) as buffer:
+            with ElasticBuffer(group, backend=backend) as buffer:
                 caught[f"{fault.__name__} {case.do_expand}"] = len(cases.run(buffer, case))
         finally:
             setattr(layout, name, good)
@@ -134,7 +124,14 @@ def _faults(rank: int, backend: str, seed: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backend", registry.names())
-def test_planted_faults_are_caught(backend: str, fresh_random_data: int) -> None:
-    for caught in run_ranks(3, _faults, backend, fresh_random_data):
-        sound = {"plan_send False", "plan_recv True"}
-        assert {name for name, count in caught.items() if count == 0} == sound
+def test_conformance(backend: str, fresh_random_data: int, subtests: pytest.Subtests) -> None:
+    answers = run_ranks(4, _everything, backend, fresh_random_data, 20, timeout=120.0)
+    by_piece = {name: [answer[name] for answer in answers if name in answer] for name in sorted(set().union(*answers))}
+    for size in (1, 2, 3, 4):
+        with subtests.test("equal to the reference", num_ranks=size):
+            assert by_piece[f"{size} ranks"] == [[]] * size
+    with subtests.test("two buffers, several handles outstanding, consumed in another order"):
+        assert by_piece["two buffers"] == [[]] * 3
+    for caught in by_piece["faults"]:
+        with subtests.test("planted faults are caught, sound code is not"):
+            assert {name for name, count in caught.items() if count == 0} == {"plan_send False", "plan_recv True"}

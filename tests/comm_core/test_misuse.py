@@ -147,7 +147,7 @@ def _misuse(rank: int, backend: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("backend", registry.names())
 def test_mistakes_raise_on_every_rank(backend: str, fresh_random_data: int) -> None:
-    assert run_ranks(3, _misuse, backend, fresh_random_data) == [[], [], []]
+    assert run_ranks(3, _misuse, backend, fresh_random_data, timeout=120.0) == [[], [], []]
 
 
 def test_a_buffer_needs_a_group() -> None:
