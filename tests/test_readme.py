@@ -75,3 +75,9 @@ def test_links_point_to_files(page: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     missing = [link for link in links if not (rules.ROOT / link).exists()]
     assert not missing, missing
+
+
+def test_the_file_map_names_every_file_and_no_other() -> None:
+    mapped = re.findall(r"^\| `([^`]+\.py)` \|", (rules.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    files = {rules.name_of(path) for path in rules.sources(*rules.PACKAGES, "examples")} - {"examples/__init__.py"}
+    assert set(mapped) - {"setup.py"} == files
