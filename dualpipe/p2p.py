@@ -8,6 +8,9 @@ previous rank), have neither problem; `validate` proves it for a given schedule.
 
 Sends are posted right after the computation and never waited for before they must be: tensors are kept alive until
 their send is done. Receives are posted just before the computation that needs them.
+
+Waits are bounded by the groups' timeout. With gloo the waiting rank raises; with NCCL a wait is an entry in the stream,
+and torch's watchdog ends the process when the timeout has passed.
 """
 
 from __future__ import annotations

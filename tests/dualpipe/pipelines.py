@@ -76,12 +76,15 @@ def watch_hooks(module: Stage) -> dict[str, list[bool]]:
     return fired
 
 
+CPU = torch.device("cpu")
+
+
 def run_pipeline(
-    group: Any, name: str, counts: list[int], seed: int, backward_split: bool = True
+    group: Any, name: str, counts: list[int], seed: int, backward_split: bool = True, device: torch.device = CPU
 ) -> list[dict[str, Any]]:
     """Steps with the given microbatch counts; for each what this rank saw and its distance from serial execution."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    reference = make_stages(2 * ranks if name == "dualpipev" else ranks, seed)
+    reference = [stage.to(device) for stage in make_stages(2 * ranks if name == "dualpipev" else ranks, seed)]
     keys = stages_of_rank(name, ranks, rank)
     mine = [copy.deepcopy(reference[key.stage]) for key in keys]
     fired = [watch_hooks(stage) for stage in mine]
@@ -89,7 +92,7 @@ def run_pipeline(
     options = {"schedule": name, "group": group, "edge_shape": (ROWS, HIDDEN), "edge_dtype": torch.float64}
     with Pipeline(mine, backward_split=backward_split, **options) as pipeline:
         for count in counts:
-            x, y = torch.randn(2, count * ROWS, HIDDEN, dtype=torch.float64)
+            x, y = torch.randn(2, count * ROWS, HIDDEN, dtype=torch.float64).to(device)
             for stage in [*reference, *mine]:
                 stage.zero_grad()
             for hooks in fired:
@@ -114,14 +117,14 @@ def run_pipeline(
 
 def worst_error(group: Any, name: str, keys: Any, mine: list[Stage], reference: list[Stage]) -> float:
     """Largest ||a-b|| / ||b|| over this rank's gradients; the two copies of dualpipe are added first."""
-    grads = {key.stage: [p.grad for p in stage.parameters()] for key, stage in zip(keys, mine, strict=True)}
+    grads = {key.stage: [p.grad.cpu() for p in stage.parameters()] for key, stage in zip(keys, mine, strict=True)}
     if name == "dualpipe":
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, grads, group=group)
         holders = {stage: [found[stage] for found in everyone if stage in found] for stage in grads}
         grads = {stage: [a + b for a, b in zip(*copies, strict=True)] for stage, copies in holders.items()}
     return max(
-        float((grad - parameter.grad).norm() / parameter.grad.norm())
+        float((grad - parameter.grad.cpu()).norm() / parameter.grad.norm())
         for stage, list_ in grads.items()
         for grad, parameter in zip(list_, reference[stage].parameters(), strict=True)
     )

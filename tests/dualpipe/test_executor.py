@@ -47,13 +47,13 @@ def groups_of_four(rank: int) -> dict[int, Any]:
 
 
 CASES = [
-    ("dualpipev", 2, [3, 4, 5, 8, 3]),
-    ("dualpipev", 3, [5, 7, 6]),
-    ("dualpipev", 4, [7, 8, 12, 9]),
-    ("dualpipe", 2, [4, 8, 6]),
-    ("dualpipe", 4, [8, 12]),
-    ("1f1b", 2, [4, 1, 5]),
-    ("1f1b", 4, [3, 7]),
+    ("dualpipev", 2, [3, 5, 4]),
+    ("dualpipev", 3, [5, 6]),
+    ("dualpipev", 4, [7, 9, 8]),
+    ("dualpipe", 2, [4, 6]),
+    ("dualpipe", 4, [8]),
+    ("1f1b", 2, [4, 1]),
+    ("1f1b", 4, [3]),
 ]
 
 
@@ -62,7 +62,7 @@ def every_case(rank: int, seed: int) -> dict[Any, Any]:
     for name, ranks, counts in CASES:
         if ranks in groups:
             found[name, ranks] = run_pipeline(groups[ranks], name, counts, seed)
-    found["merged"] = run_pipeline(groups[2], "dualpipev", [4, 5], seed, backward_split=False)
+    found["merged"] = run_pipeline(groups[2], "dualpipev", [5], seed, backward_split=False)
     found["fault"] = swapped_gradients(groups[2], seed)
     found["inference"] = inference(groups[2], seed)
     found["trace"] = traced(groups[2], seed)
@@ -73,7 +73,7 @@ def every_case(rank: int, seed: int) -> dict[Any, Any]:
 def found() -> list[dict[Any, Any]]:
     seed = random.SystemRandom().randrange(2**31)
     print(f"model and data seed {seed}")
-    return run_ranks(4, every_case, seed, timeout=120)
+    return run_ranks(4, every_case, seed, timeout=240)
 
 
 @pytest.mark.parametrize(("name", "ranks", "counts"), CASES)
@@ -102,7 +102,7 @@ def test_peak_of_live_activations(found, name, ranks, counts):
 def test_full_backwards_without_split(found):
     for answer in found:
         assert all(result["loss"] and result["grads"] <= TOLERANCE for result in answer["merged"])
-        check_hooks(answer["merged"], [4, 5], "dualpipev")
+        check_hooks(answer["merged"], [5], "dualpipev")
 
 
 class Swapped(ModuleStages):

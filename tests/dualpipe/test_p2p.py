@@ -84,7 +84,7 @@ def story(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(2, story, timeout=90)
+    return run_ranks(2, story, timeout=240)
 
 
 def test_payloads_do_not_wait_for_each_other(found):
