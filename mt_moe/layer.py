@@ -46,7 +46,7 @@ class MoELayer(nn.Module):
         buffer: a buffer made by the caller, which stays the caller's to close. Layers may share one.
         layer_number: tells the initial weights of several layers apart.
         dtype: of the weights.
-        device: of the weights; the buffer's by default.
+        device: of weights and tokens; the buffer's by default, which follows its group's torch.distributed backend.
 
     Raises:
         UsageError: group and buffer together, experts that the ranks do not divide, several processes without a group.
@@ -72,9 +72,10 @@ class MoELayer(nn.Module):
                 allowed=f"a multiple of {num_ranks}",
                 fix="choose a number of ranks that divides the experts",
             )
-        self._owns_group = buffer is None and not _has_group() and _make_group_of_one()
+        kind = "cpu" if device is None else torch.device(device).type
+        self._owns_group = buffer is None and not _has_group() and _make_group_of_one(kind)
         self._owns_buffer = buffer is None
-        self.buffer = ElasticBuffer(group) if buffer is None else buffer
+        self.buffer = ElasticBuffer(group, device=device) if buffer is None else buffer
         self.config = config
         self.dispatcher = Dispatcher(self.buffer, config.num_experts, config.expert_alignment)
         where = self.buffer.device if device is None else torch.device(device)
@@ -191,8 +192,8 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _make_group_of_one() -> bool:
-    """Makes this process a default group of its own.
+def _make_group_of_one(kind: str) -> bool:
+    """Makes this process a default group of its own, for tensors of a device kind.
 
     Raises:
         UsageError: a launcher started several processes, which then would each train alone, unnoticed.
@@ -203,6 +204,5 @@ def _make_group_of_one() -> bool:
             allowed="an initialised torch.distributed group",
             fix="call torch.distributed.init_process_group first, or pass group= or buffer=",
         )
-    backend = devices.collective_backend("cpu")
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(devices.collective_backend(kind), store=HashStore(), rank=0, world_size=1)
     return True

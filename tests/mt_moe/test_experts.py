@@ -44,6 +44,13 @@ class Problem:
         self.fc1 = [(torch.randn(width, HIDDEN) * HIDDEN**-0.5).to(dtype) for _ in counts]
         self.fc2 = [(torch.randn(HIDDEN, FFN) * FFN**-0.5).to(dtype) for _ in counts]
 
+    def move(self, device: torch.device) -> None:
+        """Everything an implementation is given, to another device."""
+        self.rows, self.row_weights, self.grad = (
+            tensor.to(device) for tensor in (self.rows, self.row_weights, self.grad)
+        )
+        self.fc1, self.fc2 = ([weight.to(device) for weight in weights] for weights in (self.fc1, self.fc2))
+
     def leaves(self) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.clone().requires_grad_()

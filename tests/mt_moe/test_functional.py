@@ -245,7 +245,7 @@ def run_checks(rank: int, seed: int) -> None:
 
 
 def test_between_two_processes() -> None:
-    run_ranks(2, run_checks, int(torch.randint(2**30, ())))
+    run_ranks(2, run_checks, int(torch.randint(2**30, ())), timeout=120.0)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,11 +77,13 @@ def gradients(layer: MoELayer) -> Results:
     return result
 
 
-def run_case(rank: int, config: MoEConfig, splits: Sequence[int], seed: int, fault: float) -> Results:
+def run_case(
+    rank: int, buffer: ElasticBuffer | None, config: MoEConfig, splits: Sequence[int], seed: int, fault: float
+) -> Results:
     """One forward and backward, then once more with deferred weight gradients, which must be the same bits."""
     batch = Batch.of(seed)
     masked = not config.shared_ffn
-    with MoELayer(config, dtype=torch.float64) as layer:
+    with MoELayer(config, buffer=buffer, dtype=torch.float64) as layer:
         layer.router.expert_bias.copy_(batch.bias)
         if fault != 1.0:
             layer.router.register_forward_hook(lambda _, __, out: out._replace(topk_weights=out.topk_weights * fault))
@@ -120,7 +123,9 @@ class Given(torch.nn.Module):
         return Routing(self.topk_idx, self.topk_weights, self.topk_weights)
 
 
-def run_given_routing(rank: int, splits: Sequence[int], seed: int, dtype: torch.dtype) -> Results:
+def run_given_routing(
+    rank: int, buffer: ElasticBuffer | None, splits: Sequence[int], seed: int, dtype: torch.dtype
+) -> Results:
     """Outputs and gradients for a known decision.
 
     Two experts a token, as every order of two summands gives the same sum; rows of whole cache lines, as a matrix
@@ -132,7 +137,7 @@ def run_given_routing(rank: int, splits: Sequence[int], seed: int, dtype: torch.
     topk_idx = torch.rand(NUM_TOKENS, 8, generator=generator).argsort(dim=1)[:, :2]
     weights = torch.rand(NUM_TOKENS, 2, generator=generator)
     topk_idx[torch.rand(NUM_TOKENS, 2, generator=generator) < 0.2] = -1
-    with MoELayer(config, dtype=dtype) as layer:
+    with MoELayer(config, buffer=buffer, dtype=dtype) as layer:
         layer.router = Given(own(topk_idx, splits, rank).contiguous(), own(weights, splits, rank))
         x = own(batch.x, splits, rank).clone().requires_grad_()
         y = layer(x)
@@ -148,13 +153,15 @@ def run_given_routing(rank: int, splits: Sequence[int], seed: int, dtype: torch.
 def run_all(rank: int, num_ranks: int, seed: int) -> list[dict[str, Any]]:
     """Every case of one number of ranks, so that processes start once. As float64 arrays, which cross processes."""
     first, second = SPLITS[num_ranks]
-    results = [
-        run_case(rank, FULL, first, seed, 1.0),
-        run_case(rank, PLAIN, second, seed, 1.0),
-        run_given_routing(rank, first, seed, torch.float32),
-        run_given_routing(rank, second, seed, torch.bfloat16),
-        run_case(rank, FULL, first, seed, 1.01),
-    ]
+    # A buffer shared by layers on several processes; on one, each layer makes its own and a group with it.
+    with ElasticBuffer(None) if num_ranks > 1 else contextlib.nullcontext() as buffer:
+        results = [
+            run_case(rank, buffer, FULL, first, seed, 1.0),
+            run_case(rank, buffer, PLAIN, second, seed, 1.0),
+            run_given_routing(rank, buffer, first, seed, torch.float32),
+            run_given_routing(rank, buffer, second, seed, torch.bfloat16),
+            run_case(rank, buffer, FULL, first, seed, 1.01),
+        ]
     if num_ranks == 2:
         check_order(rank)
         check_refusals(rank)
@@ -164,7 +171,9 @@ def run_all(rank: int, num_ranks: int, seed: int) -> list[dict[str, Any]]:
 def check_order(rank: int) -> None:
     """The shared expert runs between launch and wait of the dispatch, its backward between those of the gradient."""
     log: list[str] = []
-    with ElasticBuffer(None) as buffer:
+    assert dist.group.WORLD is not None
+    with MoELayer(FULL, group=dist.group.WORLD) as owner:
+        buffer = owner.buffer
         layer = MoELayer(replace(FULL, aux_loss_coefficient=0.0), buffer=RecordedBuffer(buffer, log))  # type: ignore[arg-type]
         for name in ("shared", "experts"):
             module = getattr(layer, name)

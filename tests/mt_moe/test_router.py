@@ -160,7 +160,7 @@ def test_balance_loss_is_the_papers(score: str) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     for one, other in zip(got, torch.autograd.grad(want, (x, router.weight)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
-    assert float(balance_loss(router(x[:0]).scores, config, num_sequences=1)) == 0
+    assert balance_loss(router(x[:0]).scores, config, num_sequences=1).item() == 0
     with pytest.raises(UsageError, match="a divisor of the number of tokens"):
         balance_loss(router(x).scores, config, num_sequences=4)
 
