@@ -30,6 +30,7 @@ from dualpipe.validate import validate
 from dualpipe.weight_grad import WeightGradQueue, WeightGradStore
 
 TRACE_LANE = "pipeline"
+_MAX_PLANS = 64  # prepared schedules kept; a caller that builds new ones each step must not fill the memory
 
 
 class ForwardJob(NamedTuple):
@@ -197,6 +198,8 @@ class Executor:
             )
         plan = self._plans.get(id(schedule))
         if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
             # Holding the schedule in the plan keeps its id from being given to another object.
             plan = self._plans[id(schedule)] = _prepare(schedule, self.rank)
         try:

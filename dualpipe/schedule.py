@@ -27,6 +27,7 @@ schedules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -255,7 +256,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 
 
 def build(name: str, ranks: int, microbatches: int, *, backward_split: bool = True) -> Schedule:
-    """Builds a schedule by its name.
+    """Builds a schedule by its name. Equal arguments give the same object, so an executor prepares it once.
 
     Args:
         name: a key of `SCHEDULES`.
@@ -268,6 +269,12 @@ def build(name: str, ranks: int, microbatches: int, *, backward_split: bool = Tr
     """
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name!r}", allowed=", ".join(sorted(SCHEDULES)), fix="choose one of them")
+    _check_positive(name, ranks, microbatches)
+    return _build(name, ranks, microbatches, backward_split)
+
+
+@functools.lru_cache(maxsize=64)
+def _build(name: str, ranks: int, microbatches: int, backward_split: bool) -> Schedule:
     schedule = SCHEDULES[name](ranks, microbatches)
     return schedule if backward_split else merge_backward(schedule)
 

@@ -145,3 +145,10 @@ def test_without_split_every_backward_is_full():
         for part in a.compute
     }
     assert kinds == {Kind.F, Kind.B}
+
+
+def test_equal_arguments_give_the_same_object():
+    assert build("dualpipev", 3, 7) is build("dualpipev", 3, 7)
+    assert build("dualpipev", 3, 7) is not build("dualpipev", 3, 7, backward_split=False)
+    with pytest.raises(UsageError, match=r"ranks \[3\]"):
+        build("dualpipev", [3], 7)
