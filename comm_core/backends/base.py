@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import ClassVar, NoReturn, Protocol
 
 import torch
 
@@ -27,8 +27,8 @@ class Capabilities:
         dtypes: element types of `x`.
         hidden_multiple: hidden must be a multiple of it.
         needs_token_bound: num_max_tokens_per_rank must be given.
-        host_checked: every call's settings are compared across ranks before its data moves; otherwise that is so for
-            calls with a count exchange, and other calls report a disagreement at a later call.
+        host_checked_kinds: kinds of devices where every call's settings are compared across ranks before its data
+            moves; elsewhere that is so for calls with a count exchange, and others report a disagreement later.
         fp8: x may be a pair (data, scales).
         worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
@@ -38,7 +38,7 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...]
     hidden_multiple: int
     needs_token_bound: bool
-    host_checked: bool
+    host_checked_kinds: tuple[str, ...]
     fp8: bool
     worst_case_outputs: bool
     single_reduction: bool
@@ -95,13 +95,18 @@ class MoveJob:
 class Backend(Protocol):
     """Moves rows between the ranks of one group. Calls are issued in the same order on every rank."""
 
-    name: str
-    capabilities: Capabilities
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
     rank: int
     num_ranks: int
     device: torch.device
     buffer_id: int
     queue: CommQueue
+
+    @staticmethod
+    def why_not(kind: str) -> str | None:
+        """Why the backend can not be used with a kind of device on this machine; None where it can."""
+        ...
 
     def start_layout(self, job: LayoutJob) -> EventHandle:
         """Starts a count exchange at once; the event's result is a RankLayout."""

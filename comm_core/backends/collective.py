@@ -33,6 +33,16 @@ class CollectiveBackend:
     """The backend named "collective"; see `base.Backend` for its operations."""
 
     name = "collective"
+    capabilities = Capabilities(
+        device_kinds=devices.KINDS,
+        dtypes=DTYPES,
+        hidden_multiple=1,
+        needs_token_bound=False,
+        host_checked_kinds=("cpu",),
+        fp8=False,
+        worst_case_outputs=False,
+        single_reduction=False,
+    )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self._channel = Channel.acquire(group, device, timeout)
@@ -40,16 +50,11 @@ class CollectiveBackend:
         self.rank, self.num_ranks = self._channel.rank, self._channel.num_ranks
         self.buffer_id = self._channel.next_buffer_id()
         self.queue = self._channel.data_queue
-        self.capabilities = Capabilities(
-            device_kinds=devices.KINDS,
-            dtypes=DTYPES,
-            hidden_multiple=1,
-            needs_token_bound=False,
-            host_checked=self._channel.data_queue is self._channel.control_queue,
-            fp8=False,
-            worst_case_outputs=False,
-            single_reduction=False,
-        )
+
+    @staticmethod
+    def why_not(kind: str) -> str | None:
+        """It can be used wherever torch.distributed can."""
+        return devices.why_no_collectives(kind)
 
     def start_layout(self, job: LayoutJob) -> EventHandle:
         """Exchanges counts and ids on the control queue."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,20 @@ def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: f
         name = next(iter(_BACKENDS))
     if name not in _BACKENDS:
         raise UsageError(f"backend {name!r}", allowed=f"auto, {', '.join(_BACKENDS)}", fix="choose one of them")
-    module, _, attribute = _BACKENDS[name].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(group, device, timeout)
+    backend: Backend = _load(name)(group, device, timeout)
     return backend
+
+
+def report() -> list[tuple[str, str, str | None]]:
+    """(backend, device kind, why it can not be used here or None) for every backend and kind of device it knows."""
+    return [
+        (name, kind, backend.why_not(kind))
+        for name in _BACKENDS
+        for backend in [_load(name)]
+        for kind in backend.capabilities.device_kinds
+    ]
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = _BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -15,6 +15,12 @@ import torch
 from comm_core.runtime.errors import MissingPackageError, UsageError
 
 KINDS = ("cpu", "cuda", "musa")
+# What has been run where; the doctor prints it.
+STATUS = {
+    "cpu": "verified: every test runs on CPU processes with gloo",
+    "cuda": "the same code over NCCL, unverified until the tests marked gpu have run on your devices",
+    "musa": "prepared for torch_musa with MCCL, never run",
+}
 _COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
 
 
@@ -133,3 +139,23 @@ def indexed(device: torch.device | str) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return torch.device("cpu") if device.type == "cpu" else device
     return torch.device(device.type, int(accelerator(device.type).current_device()))
+
+
+def names(kind: str) -> list[str]:
+    """Product names of the devices of an accelerator kind that this process sees; none for the CPU."""
+    return [] if kind == "cpu" else [str(accelerator(kind).get_device_name(index)) for index in range(count(kind))]
+
+
+def why_no_collectives(kind: str) -> str | None:
+    """Why torch.distributed can not move tensors of a kind here; None where it can."""
+    if not torch.distributed.is_available():
+        return "this torch is built without torch.distributed"
+    if kind != "cpu" and count(kind) == 0:
+        return f"no {kind} device is visible to torch {torch.__version__}"
+    backend = _COLLECTIVE_BACKENDS[kind]
+    return None if torch.distributed.is_backend_available(backend) else f"torch has no {backend} backend"
+
+
+def name(device: torch.device) -> str:
+    """What the hardware calls itself; "CPU" for the CPU."""
+    return "CPU" if device.type == "cpu" else str(accelerator(device.type).get_device_name(device))

@@ -125,12 +125,12 @@ def same_bytes(got: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
         return got is wanted
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
-    return torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+    return torch.equal(got.cpu().contiguous().view(torch.uint8), wanted.cpu().contiguous().view(torch.uint8))
 
 
 def run(buffer: ElasticBuffer, case: Case) -> list[str]:
     """Dispatch, cached dispatch and combine of one case on this rank; what differs from the reference."""
-    rank = buffer.rank
+    rank, device = buffer.rank, buffer.device
     data = draw(case)
     wanted = reference.dispatch(
         data.x,
@@ -141,8 +141,8 @@ def run(buffer: ElasticBuffer, case: Case) -> list[str]:
         do_expand=case.do_expand,
     )
     mine = wanted[rank]
-    x, ids = data.x[rank], data.topk_idx[rank]
-    weights = None if data.weights is None else data.weights[rank]
+    x, ids = data.x[rank].to(device), data.topk_idx[rank].to(device)
+    weights = None if data.weights is None else data.weights[rank].to(device)
     handle = None
     bad = []
     if case.prepared:
@@ -194,17 +194,18 @@ def check_combine(
         shape = (there.num_expanded,) if case.do_expand else (len(there.arrivals), case.num_topk)
         back.append(torch.rand(shape, generator=generator))
     rank = buffer.rank
-    biases = tuple(bias[rank] for bias in data.biases)
+    biases = tuple(bias[rank].to(buffer.device) for bias in data.biases)
     combined_x, combined_weights, event = buffer.combine(
-        rows[rank],
+        rows[rank].to(buffer.device),
         handle,
-        topk_weights=back[rank] if case.weights else None,
+        topk_weights=back[rank].to(buffer.device) if case.weights else None,
         bias=None if not biases else biases[0] if len(biases) == 1 else biases,
         async_with_compute_stream=case.asynchronous,
     )
     event.current_stream_wait()
     want_x, want_weights = reference.combine(rows, wanted, back if case.weights else None, data.biases)[rank]
     bad = []
+    combined_x = combined_x.cpu()
     if combined_x.dtype != want_x.dtype or not torch.equal(combined_x, want_x):
         bad.append(f"combined_x (off by {(combined_x.double() - want_x.double()).abs().max():.3g})")
     if not same_bytes(combined_weights, want_weights):
@@ -236,7 +237,7 @@ def check_handle(handle: EPHandle, case: Case, mine: reference.Dispatched) -> li
         "real counts": handle.num_unaligned_recv_tokens_per_expert.tolist() == counts,
         "psum per expert": handle.psum_num_recv_tokens_per_expert.tolist() == ends,
         "psum per rank": handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank,
-        "topk_idx": torch.equal(handle.topk_idx, mine.topk_idx),
+        "topk_idx": torch.equal(handle.topk_idx.cpu(), mine.topk_idx),
         "num_max_tokens_per_rank": handle.num_max_tokens_per_rank == stride,
         "recv_src_metadata": same_bytes(handle.recv_src_metadata, wanted),
         "dst_buffer_slot_idx": same_bytes(handle.dst_buffer_slot_idx, slots(handle, case, mine, stride)),

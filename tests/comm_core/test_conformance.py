@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from comm_core import ElasticBuffer, layout
 from comm_core.backends import registry
+from comm_core.runtime import device as devices
 from tests.comm_core import cases
 from tests.dist import run_ranks
 
@@ -32,11 +33,13 @@ def _everything(rank: int, backend: str, seed: int, num_random: int) -> dict[str
     return found
 
 
-def _conform(group: dist.ProcessGroup, backend: str, seed: int, num_random: int) -> list[str]:
+def _conform(
+    group: dist.ProcessGroup, backend: str, seed: int, num_random: int, device: torch.device | None = None
+) -> list[str]:
     rng = random.Random(seed)
     num_ranks = dist.get_world_size(group)
     todo = cases.edge_cases(seed, num_ranks) + [cases.random_case(rng, num_ranks) for _ in range(num_random)]
-    with ElasticBuffer(group, backend=backend, num_cpu_timeout_secs=30) as buffer:
+    with ElasticBuffer(group, backend=backend, num_cpu_timeout_secs=30, device=device) as buffer:
         return [line for case in todo for line in cases.run(buffer, case)]
 
 
@@ -135,3 +138,17 @@ def test_conformance(backend: str, fresh_random_data: int, subtests: pytest.Subt
     for caught in by_piece["faults"]:
         with subtests.test("planted faults are caught, sound code is not"):
             assert {name for name, count in caught.items() if count == 0} == {"plan_send False", "plan_recv True"}
+
+
+def _on_devices(rank: int, kind: str, seed: int) -> list[str]:
+    assert dist.group.WORLD is not None
+    return _conform(dist.group.WORLD, "collective", seed, 40, devices.of(kind, rank))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["cuda", "musa"])
+def test_conformance_on_devices(kind: str, fresh_random_data: int) -> None:
+    num_ranks = min(devices.count(kind), 4)
+    if num_ranks < 2:
+        pytest.skip(f"needs two {kind} devices, this machine has {num_ranks}")
+    assert run_ranks(num_ranks, _on_devices, kind, fresh_random_data, timeout=240.0) == [[]] * num_ranks
