@@ -72,6 +72,12 @@ def _parallel_rules(config: Config, world_size: int) -> Iterator[Rule]:
         f"an ep_size that divides {m.num_experts}",
         f"set parallel.ep_size to one of {_divisors(m.num_experts)}",
     )
+    yield (
+        p.schedule != "dualpipev" or p.pp_size >= 2,
+        f"parallel.schedule=dualpipev with parallel.pp_size={p.pp_size}",
+        "pp_size of 2 or more (Megatron has no chunks without a pipeline)",
+        "set parallel.schedule=1f1b or raise parallel.pp_size",
+    )
     per_rank = "2 a pipeline rank for dualpipev" if p.schedule == "dualpipev" else "1 a pipeline rank for 1f1b"
     yield (
         m.num_layers % p.num_stages == 0,

@@ -3,7 +3,7 @@
     python examples/parity.py            # exit 0: equal; 1: not; 2: a mistake in the settings
     python examples/parity.py --fault    # the routing weights of our layer are off by 1 %: must exit 1
 
-Two comparisons, all in fp32 from weights seeded by global layer and expert, on the CPU:
+Two comparisons, all in fp32 from weights seeded by global layer and expert:
 
 1. Three steps of stock Megatron on one process against our layer and DualPipeV under EP2 x PP2, over the same
    samples (one process sees ep_size times the microbatches). Sums run in another order there, so gradients are
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import MissingPackageError, UsageError
 from examples.config import DEFAULT_CONFIG, Config, load
@@ -42,30 +43,39 @@ _ALWAYS = {
 }
 
 
-def reference_config(path: str) -> Config:
-    """Stock Megatron on one process, with the microbatches of all data-parallel ranks of the parallel run."""
-    base = load(path, _ALWAYS)
-    layout = {
-        "parallel.ep_size": 1,
-        "parallel.pp_size": 1,
-        "parallel.schedule": "1f1b",
-        "parallel.moe_layer": "megatron",
-    }
-    return load(
-        path, {**_ALWAYS, **layout, "train.num_microbatches": base.train.num_microbatches * base.parallel.ep_size}
-    )
+_STOCK = {"parallel.schedule": "1f1b", "parallel.moe_layer": "megatron"}
+_OURS = {"parallel.schedule": "dualpipev", "parallel.moe_layer": "mt_moe", "parallel.split_weight_grad": True}
+_NO_CLIPPING = {"train.clip_grad": 0.0}
 
 
-def ours_config(path: str, **overrides: Any) -> Config:
-    """Our layer and DualPipeV, in the layout of the file."""
-    layout = {"parallel.schedule": "dualpipev", "parallel.moe_layer": "mt_moe", "parallel.split_weight_grad": True}
-    return load(path, {**_ALWAYS, **layout, **overrides})
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is compared where: configuration file, layout, kind of device, planted fault or not."""
 
+    path: str
+    ep_size: int
+    pp_size: int
+    device: str
+    fault: bool
+    microbatches: tuple[tuple[int, ...], ...]
 
-def stock_config(path: str) -> Config:
-    """Stock layer and stock 1F1B, in the layout of the file, clipping off."""
-    layout = {"parallel.schedule": "1f1b", "parallel.moe_layer": "megatron", "train.clip_grad": 0.0}
-    return load(path, {**_ALWAYS, **layout})
+    def _load(self, overrides: dict[str, Any]) -> Config:
+        layout = {"parallel.ep_size": self.ep_size, "parallel.pp_size": self.pp_size}
+        return load(self.path, {**_ALWAYS, **layout, **overrides})
+
+    def reference(self) -> Config:
+        """Stock Megatron on one process, with the microbatches of all data-parallel ranks of the parallel run."""
+        count = self._load({}).train.num_microbatches * self.ep_size
+        single = {"parallel.ep_size": 1, "parallel.pp_size": 1, "train.num_microbatches": count}
+        return self._load({**_STOCK, **single})
+
+    def ours(self, *, clip: bool) -> Config:
+        """Our layer and DualPipeV."""
+        return self._load({**_OURS, **({} if clip else _NO_CLIPPING)})
+
+    def stock(self) -> Config:
+        """Stock layer and stock 1F1B on the same ranks, clipping off."""
+        return self._load({**_STOCK, **_NO_CLIPPING})
 
 
 @dataclass(slots=True)
@@ -155,28 +165,21 @@ def _read(folder: Path, name: str) -> Record:
     return merge([torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{name}.*.pt"))])
 
 
-def check(config_path: str, microbatches: list[tuple[int, ...]], *, fault: bool) -> bool:
+def check(setting: Setting) -> bool:
     """Runs both comparisons; True where they hold."""
-    layout = ours_config(config_path)
-    ranks = layout.parallel.ep_size * layout.parallel.pp_size
-    layout.validate_layout(ranks)
+    ranks = setting.ep_size * setting.pp_size
+    setting.ours(clip=True).validate_layout(ranks)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        common = ["--config", config_path, "--folder", name, *(["--fault"] if fault else [])]
-        for counts in microbatches:
-            common += ["--microbatches", ",".join(map(str, counts))]
-        _launch(1, "--worker", "reference", *common)
-        _launch(ranks, "--worker", "ours", *common)
-        print(
-            f"stock Megatron on 1 process against ours on {ranks} "
-            f"(EP{layout.parallel.ep_size} x PP{layout.parallel.pp_size})"
-        )
+        torch.save(setting, folder / "setting.pt")
+        _launch(1, "--worker", "reference", "--folder", name)
+        _launch(ranks, "--worker", "ours", "--folder", name)
+        print(f"stock Megatron on 1 process against ours on {ranks} (EP{setting.ep_size} x PP{setting.pp_size})")
         good = compare_with_one_process(_read(folder, "ours"), _read(folder, "reference"))
-        for counts in microbatches:
+        for counts in setting.microbatches:
             key = "-".join(map(str, counts))
-            good &= compare_bitwise(
-                _read(folder, f"v-{key}"), _read(folder, f"stock-{key}"), counts, layout.parallel.pp_size
-            )
+            ours, stock = _read(folder, f"v-{key}"), _read(folder, f"stock-{key}")
+            good &= compare_bitwise(ours, stock, counts, setting.pp_size)
     print("parity holds" if good else "parity FAILED")
     return good
 
@@ -189,6 +192,9 @@ def main() -> int:
     """Parses the command line; a worker process runs its share, the parent starts workers and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=DEFAULT_CONFIG, help="model and layout (default: %(default)s)")
+    parser.add_argument("--ep-size", type=int, default=2, help="expert-parallel ranks (default: %(default)s)")
+    parser.add_argument("--pp-size", type=int, default=2, help="pipeline ranks (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", choices=("auto", *devices.KINDS), help="default: %(default)s")
     parser.add_argument("--fault", action="store_true", help="plant a fault of 1 %% in our layer; the check must fail")
     parser.add_argument(
         "--microbatches",
@@ -200,15 +206,16 @@ def main() -> int:
     parser.add_argument("--worker", choices=("reference", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    microbatches = arguments.microbatches or BITWISE_MICROBATCHES
     try:
         if arguments.worker:
             from examples import parity_worker
 
-            role, folder = arguments.worker, arguments.folder
-            parity_worker.run(role, arguments.config, folder, microbatches, fault=arguments.fault)
+            setting = torch.load(arguments.folder / "setting.pt", weights_only=False)
+            parity_worker.run(arguments.worker, setting, arguments.folder)
             return 0
-        return 0 if check(arguments.config, microbatches, fault=arguments.fault) else 1
+        counts = tuple(arguments.microbatches or BITWISE_MICROBATCHES)
+        layout = {"ep_size": arguments.ep_size, "pp_size": arguments.pp_size, "device": arguments.device}
+        return 0 if check(Setting(arguments.config, **layout, fault=arguments.fault, microbatches=counts)) else 1
     except (UsageError, MissingPackageError) as error:
         if env.rank() == 0:
             print(f"error: {error}", file=sys.stderr)

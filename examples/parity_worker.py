@@ -10,32 +10,33 @@ import torch
 import torch.distributed as dist
 
 import megatron_patch
+from comm_core.runtime import device as devices
 from examples.config import Config
-from examples.parity import STEPS, Record, ours_config, reference_config, stock_config
+from examples.parity import STEPS, Record, Setting
 from examples.quiet import quiet
 
 
-def run(role: str, config_path: str, folder: Path, microbatches: list[tuple[int, ...]], *, fault: bool) -> None:
+def run(role: str, setting: Setting, folder: Path) -> None:
     """Runs a role (`reference` or `ours`) in this process and saves one file a rank and run into `folder`."""
     quiet()
     torch.set_num_threads(1)
-    megatron_patch.apply("cpu", split_weight_grad=False)
-    dist.init_process_group("gloo")
+    device = devices.local(setting.device)
+    kind = device.type
+    megatron_patch.apply(kind, split_weight_grad=False)
+    dist.init_process_group(devices.collective_backend(kind), **({} if kind == "cpu" else {"device_id": device}))
     try:
         if role == "reference":
-            _save(folder, "reference", train(reference_config(config_path), [None] * STEPS))
+            _save(folder, "reference", train(setting.reference(), [None] * STEPS, device))
             return
         # The stock runs come first, while Megatron's linears are the original ones.
-        stock = stock_config(config_path)
-        for counts in microbatches:
-            _save(folder, f"stock-{_key(counts)}", train(stock, list(counts)))
-        megatron_patch.apply("cpu", split_weight_grad=True)
-        if fault:
+        for counts in setting.microbatches:
+            _save(folder, f"stock-{_key(counts)}", train(setting.stock(), list(counts), device))
+        megatron_patch.apply(kind, split_weight_grad=True)
+        if setting.fault:
             _plant_fault()
-        _save(folder, "ours", train(ours_config(config_path), [None] * STEPS))
-        for counts in microbatches:
-            config = ours_config(config_path, **{"train.clip_grad": 0.0})
-            _save(folder, f"v-{_key(counts)}", train(config, list(counts)))
+        _save(folder, "ours", train(setting.ours(clip=True), [None] * STEPS, device))
+        for counts in setting.microbatches:
+            _save(folder, f"v-{_key(counts)}", train(setting.ours(clip=False), list(counts), device))
     finally:
         dist.destroy_process_group()
 
@@ -61,7 +62,7 @@ def _plant_fault() -> None:
     moe_spec.topk_from_map = faulty
 
 
-def train(config: Config, microbatches: list[int | None]) -> Record:
+def train(config: Config, microbatches: list[int | None], device: torch.device) -> Record:
     """Trains one step for each entry (a number of microbatches; None: the configured one)."""
     from megatron.core import parallel_state
 
@@ -73,13 +74,14 @@ def train(config: Config, microbatches: list[int | None]) -> Record:
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def batches(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return synthetic_batch(config, step, microbatch * ranks + rank)
+        tokens, labels, mask, positions = synthetic_batch(config, step, microbatch * ranks + rank)
+        return tokens.to(device), labels.to(device), mask.to(device), positions.to(device)
 
-    trainer = Trainer.build(config, torch.device("cpu"), batches)
+    trainer = Trainer.build(config, device, batches)
     record = Record([], [], [], [])
     for step, count in enumerate(microbatches, start=1):
         record.losses.append(trainer.forward_backward(step, count))
-        record.gradients.append({name: p.main_grad.clone() for name, p in trainer.model.parameters.items()})
+        record.gradients.append({name: p.main_grad.cpu().clone() for name, p in trainer.model.parameters.items()})
         if isinstance(trainer.schedule, PipelineSchedule):
             record.peaks.append(trainer.schedule.peak_live)
         record.norms.append(trainer.update(step))

@@ -10,5 +10,5 @@ def quiet() -> None:
     """Hides warnings and log lines that Megatron and torch print for every run on a CPU; errors stay."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|GPTModel).*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -11,19 +11,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from comm_core.runtime import device as devices
-from comm_core.runtime import env, errors
+from comm_core.runtime import errors
 from examples import model as models
 from examples.config import Config
 from examples.data import Batch
 from megatron_patch.moe_spec import close_buffers
 from megatron_patch.schedule import PipelineSchedule
-
-
-def setup_device(requested: str) -> tuple[str, torch.device]:
-    """The kind of device to run on and this rank's device."""
-    kind = devices.choose(requested, num_local_ranks=env.local_world_size())
-    return kind, devices.of(kind, env.local_rank())
 
 
 class ExpertLoad:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from comm_core.runtime import env
 from comm_core.runtime.errors import MissingPackageError, UsageError
 
 KINDS = ("cpu", "cuda", "musa")
@@ -72,6 +73,11 @@ def choose(requested: str, *, num_local_ranks: int) -> str:
             fix="start fewer processes or use --device cpu",
         )
     return requested
+
+
+def local(requested: str) -> torch.device:
+    """This process's device under torchrun: `choose` for the processes of this host, `of` its local rank."""
+    return of(choose(requested, num_local_ranks=env.local_world_size()), env.local_rank())
 
 
 def of(kind: str, index: int) -> torch.device:
