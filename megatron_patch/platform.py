@@ -229,10 +229,7 @@ def before_import(device: str) -> list[Patch]:
 
 def after_import(device: str) -> list[Patch]:
     """Patches for a kind of device that need Megatron imported; applying them imports it."""
-    patches = {"cpu": _cpu, "musa": _musa}.get(device, list)()
-    if device == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        patches += _local_implementation()
-    return patches
+    return {"cpu": _cpu, "musa": _musa}.get(device, list)() + _local_implementation()
 
 
 def _attention_init(original: Any) -> Any:
