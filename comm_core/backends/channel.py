@@ -65,12 +65,29 @@ def describe(setting: str, value: int) -> str:
     return str(value)
 
 
+class Scratch:
+    """Memory for one step of the data queue at a time, kept between calls: fresh pages cost as much as sending them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialised [num_rows, columns of `like`] of its dtype, valid until the name is taken again."""
+        num_bytes = num_rows * like.shape[1] * like.element_size()
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[0] < num_bytes:
+            kept = self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return kept[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
+
+
 class Channel:
     """The private side of one process group on one device. Use `Channel.acquire` and `release`.
 
     Attributes:
         data_queue: moves data, in the order of the calls.
         control_queue: exchanges counts and settings on the host; on the CPU the same queue.
+        scratch: memory for the work of the data queue.
     """
 
     _shared: ClassVar[dict[tuple[dist.ProcessGroup, torch.device, float], Channel]] = {}
@@ -81,6 +98,7 @@ class Channel:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.num_ranks = dist.get_rank(group), len(self.ranks)
         self.broken: CommError | None = None
+        self.scratch = Scratch(device)
         self._users, self._next_buffer, self._calls = 0, 0, 0
         self._agreed: weakref.WeakSet[Exception] = weakref.WeakSet()
         self._unread_checks: deque[EventHandle] = deque()

@@ -132,12 +132,13 @@ class CollectiveBackend:
         handle, x, out = job.handle, job.x, job.out_x
         plans = handle.layout
         send, recv = plans.on(self.device)
-        num_rows = sum(plans.recv_splits)
-        rows = x.index_select(0, send.send_token)
+        scratch, num_rows = self._channel.scratch, sum(plans.recv_splits)
+        rows = scratch.take("send", sum(plans.send_splits), x)
+        torch.index_select(x, 0, send.send_token, out=rows)
         weights = None if job.weights is None else job.weights.index_select(0, send.send_token)
         num_bytes = rows.nbytes + (0 if weights is None else weights.nbytes)
         with trace.span("dispatch", "ep", lane="ep", num_tokens=x.shape[0], bytes=num_bytes):
-            got = x.new_empty(num_rows, x.shape[1]) if handle.do_expand else out
+            got = scratch.take("recv", num_rows, x) if handle.do_expand else out
             got_weights = None if weights is None else weights.new_empty(num_rows, weights.shape[1])
             if not handle.do_expand and job.out_weights is not None:
                 got_weights = job.out_weights
@@ -155,15 +156,15 @@ class CollectiveBackend:
         handle, x, out = job.handle, job.x, job.out_x
         plans = handle.layout
         send, recv = plans.on(self.device)
-        rows, weights = x, job.weights
+        rows, weights, scratch = x, job.weights, self._channel.scratch
         with trace.span(
             "combine", "ep", lane="ep", num_tokens=out.shape[0], bytes=sum(plans.recv_splits) * x[:1].nbytes
         ):
             if handle.do_expand:
-                rows = x.new_empty(sum(plans.recv_splits), x.shape[1])
+                rows = scratch.take("send", sum(plans.recv_splits), x)
                 ordered_sum_into(rows, x, recv.reduce_terms)
                 weights = None if weights is None else _lane_weights(weights, recv.expand_row)
-            sums = x.new_empty(sum(plans.send_splits), x.shape[1])
+            sums = scratch.take("recv", sum(plans.send_splits), x)
             back = None if weights is None else weights.new_empty(sums.shape[0], handle.num_topk)
             self._exchange(job.op, [(sums, rows), (back, weights)], plans.send_splits, plans.recv_splits)
             self._wait_epilogue(job)
