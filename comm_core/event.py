@@ -16,9 +16,12 @@ Verified: the CPU path, by tests/comm_core. The stream path is written against `
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -150,6 +153,19 @@ def as_handle(event: EventHandle | EventOverlap | None) -> EventHandle | None:
     return event.event if isinstance(event, EventOverlap) else event
 
 
+# Queues whose thread may be inside torch: it must be out before the interpreter goes, or the process aborts.
+_running: weakref.WeakSet[CommQueue] = weakref.WeakSet()
+_EXIT_SECONDS = 2.0
+
+
+def _finish_running() -> None:
+    """At exit, for programs that end without close(): time for the work queued, then for the piece under way."""
+    for drop in (False, True):
+        end = time.monotonic() + _EXIT_SECONDS
+        for queue_ in list(_running):
+            queue_.close(max(0.0, end - time.monotonic()), drop=drop)
+
+
 class CommQueue:
     """Runs functions one after the other beside the caller: a thread on the CPU, a side stream on an accelerator.
 
@@ -160,7 +176,7 @@ class CommQueue:
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.device = device
-        self._closed = False
+        self._closed = self._dropping = False
         self._stream: Any = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -169,6 +185,10 @@ class CommQueue:
         else:
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
+            if not _running:
+                atexit.unregister(_finish_running)
+                atexit.register(_finish_running)
+            _running.add(self)
 
     def submit(
         self,
@@ -217,15 +237,17 @@ class CommQueue:
             return context
         return contextlib.nullcontext()
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, *, drop: bool = False) -> bool:
         """Ends the thread after the work already queued; later submits raise ClosedError. Idempotent.
 
         Args:
             timeout: seconds to wait for that work.
+            drop: finish the piece under way alone; events of the others raise ClosedError.
 
         Returns:
             False where the thread is still busy; it ends by itself once its work has failed or finished.
         """
+        self._dropping = self._dropping or drop
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -237,7 +259,10 @@ class CommQueue:
     def _work(self) -> None:
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
-                job.run()
+                if self._dropping:
+                    job.future.set_exception(ClosedError("the comm queue was closed before this work began"))
+                else:
+                    job.run()
                 # The loop must not keep tensors of the last job alive while it waits for the next one.
                 del job
 

@@ -141,7 +141,8 @@ def run(buffer: ElasticBuffer, case: Case) -> list[str]:
         do_expand=case.do_expand,
     )
     mine = wanted[rank]
-    x, ids = data.x[rank].to(device), data.topk_idx[rank].to(device)
+    # Gradients are the layer's business: rows of a tensor that wants them arrive without.
+    x, ids = data.x[rank].to(device).requires_grad_(case.asynchronous), data.topk_idx[rank].to(device)
     weights = None if data.weights is None else data.weights[rank].to(device)
     handle = None
     bad = []
@@ -169,6 +170,7 @@ def run(buffer: ElasticBuffer, case: Case) -> list[str]:
         )
     recv_x, recv_idx, recv_weights, handle, event = got
     event.current_stream_wait()
+    bad += ["recv_x wants a gradient"] if recv_x.requires_grad else []
     pairs = [
         ("recv_x", recv_x, mine.recv_x),
         ("recv_topk_idx", recv_idx, mine.recv_topk_idx),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +141,33 @@ def test_a_closed_queue_finishes_what_it_has_and_takes_no_more() -> None:
     assert queue.close(5.0)
     assert slow.result() == "done"
     assert "closing" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_closing_queue_can_drop_what_has_not_begun() -> None:
+    queue, gate = CommQueue(CPU, "dropping"), threading.Event()
+    under_way = queue.submit(lambda: gate.wait(10))
+    waiting = queue.submit(lambda: None)
+    time.sleep(0.05)
+    queue.close(0.0, drop=True)
+    gate.set()
+    assert queue.close(5.0)
+    assert under_way.result() is True
+    with pytest.raises(ClosedError, match="before this work began"):
+        waiting.synchronize()
+
+
+PROGRAM = """
+import sys, torch
+from comm_core.event import CommQueue
+x = torch.ones(1200, 1200)
+queue = CommQueue(torch.device("cpu"), "left open")
+for _ in range(200):
+    queue.submit(lambda: x @ x)
+sys.exit(3)
+"""
+
+
+def test_a_program_that_leaves_a_queue_open_keeps_its_exit_code() -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (3, "")
