@@ -14,7 +14,16 @@ from dualpipe.schedule import SCHEDULES, Schedule, build, with_communication
 from dualpipe.simulate import Durations, simulate
 
 _HOP = 0.25
-_TITLES = {"dualpipe": "DualPipe", "dualpipev": "DualPipeV", "1f1b": "1F1B"}
+_TITLES = {
+    "dualpipe": "DualPipe",
+    "dualpipev": "DualPipeV",
+    "zbv": "ZB-V",
+    "zb1p": "ZB-H1",
+    "zbh2": "ZB-H2",
+    "interleaved": "Interleaved 1F1B",
+    "interleaved_pairs": "Interleaved 1F1B with pairs",
+    "1f1b": "1F1B",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +40,7 @@ def _parser() -> _Parser:
     show.add_argument("schedule", help=f"one of: {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--ranks", type=int, required=True, help="pipeline ranks P")
     show.add_argument("--microbatches", type=int, required=True, help="microbatches a step M")
+    show.add_argument("--stages-per-rank", type=int, metavar="V", help="only for the interleaved schedules (default 2)")
     show.add_argument(
         "--format", choices=("text", "csv", "svg"), default="text", help="text grid, CSV (a row a rank), SVG"
     )
@@ -56,7 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, or 2 for a user's error, told in one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        schedule = build(options.schedule, options.ranks, options.microbatches)
+        schedule = build(
+            options.schedule,
+            options.ranks,
+            options.microbatches,
+            stages_per_rank=options.stages_per_rank,
+            allow_few=True,
+        )
         if options.comm:
             schedule = with_communication(schedule)
         document = _render(schedule, options.format, options.comm)

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -122,6 +123,7 @@ class _Plan(NamedTuple):
     schedule: Schedule
     steps: tuple[_Step, ...]
     last: dict[StageKey, int]
+    goes_round: bool
 
 
 def _prepare(schedule: Schedule, rank: int) -> _Plan:
@@ -149,7 +151,8 @@ def _prepare(schedule: Schedule, rank: int) -> _Plan:
             allowed="the W of a stage in the order of its I",
             fix="reorder the W",
         )
-    return _Plan(schedule, tuple(_Step(group[0], tuple(group[1:])) for group in groups), last)
+    goes_round = any(abs(here - there) > 1 for ranks in schedule.placement for here, there in pairwise(ranks))
+    return _Plan(schedule, tuple(_Step(group[0], tuple(group[1:])) for group in groups), last, goes_round)
 
 
 class Executor:
@@ -203,6 +206,8 @@ class Executor:
             # Holding the schedule in the plan keeps its id from being given to another object.
             plan = self._plans[id(schedule)] = _prepare(schedule, self.rank)
         try:
+            if plan.goes_round:
+                self._p2p.connect_ring()
             return _Run(plan, programs, self._p2p, self.store).execute()
         except BaseException:
             self.store.reset()

@@ -71,7 +71,7 @@ class PeerToPeer:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self._timeout = timeout
-        self._closed = False
+        self._closed = self._ring = False
         self._sent: dict[tuple[Payload | None, StageKey, int], _Sent] = {}
         self._groups: dict[tuple[Payload, str], dist.ProcessGroup] = {}
         self._global: list[int] = []
@@ -79,7 +79,8 @@ class PeerToPeer:
             self._global = dist.get_process_group_ranks(group)
             names = [(payload, way) for payload in Payload for way in ("down", "up")]
             self._groups = dict(zip(names, private_groups(group, len(names), timeout=timeout), strict=True))
-            self._connect(device or _device_of(group))
+            self._device = device or _device_of(group)
+            self._connect(self._device)
 
     def _connect(self, device: torch.device) -> None:
         """Sends one byte over every link, since NCCL connects a pair at its first message and blocks both sides there.
@@ -102,6 +103,26 @@ class PeerToPeer:
                     work = dist.isend(byte, self._global[target], group=self._groups[payload, way])
                 if work is not None:
                     work.wait()
+
+    def connect_ring(self) -> None:
+        """Connects the last rank with the first one: interleaved schedules go round. Collective; done once.
+
+        Neighbours are connected at construction; with two ranks these are all.
+        """
+        ends = (0, self.num_ranks - 1)
+        if self._ring or self.num_ranks <= 2 or self.rank not in ends:
+            return
+        self._ring = True
+        for (payload, way), group in self._groups.items():
+            if (payload is Payload.ACTIVATION) != (way == "up"):
+                continue  # activations go from the last rank to the first one, gradients back
+            source, target = ends if way == "down" else ends[::-1]
+            peer, byte = ends[self.rank == 0], torch.zeros(1, dtype=torch.uint8, device=self._device)
+            with self._errors(f"connecting ({payload}, {way})", peer):
+                if self.rank == source:
+                    dist.send(byte, self._global[target], group=group)
+                else:
+                    dist.recv(byte, self._global[source], group=group)
 
     def send(self, action: Action, peer: int, tensor: Tensor) -> None:
         """Posts the SEND `action` of `tensor` to pipeline rank `peer` and returns at once."""

@@ -18,12 +18,15 @@ from dualpipe.schedule import Schedule, build, forward_only
 from dualpipe.weight_grad import split_weight_grads
 
 
-def stages_of_rank(schedule: str, num_ranks: int, rank: int) -> tuple[StageKey, ...]:
+def stages_of_rank(
+    schedule: str, num_ranks: int, rank: int, stages_per_rank: int | None = None
+) -> tuple[StageKey, ...]:
     """The stages that `rank` must hold, in the order in which `Pipeline` takes their modules.
 
-    dualpipev: stages r and 2P-1-r; dualpipe: stage r of direction 0 and stage P-1-r of direction 1; 1f1b: stage r.
+    dualpipev, zbv: stages r and 2P-1-r; dualpipe: stage r of direction 0 and stage P-1-r of direction 1; interleaved:
+    stages r, P+r, 2P+r, ... (`stages_per_rank` of them, 2 by default); the others: stage r.
     """
-    return build(schedule, num_ranks, 2 * num_ranks).stages_of(rank)
+    return build(schedule, num_ranks, 2 * num_ranks, stages_per_rank=stages_per_rank).stages_of(rank)
 
 
 class Pipeline:
@@ -36,7 +39,8 @@ class Pipeline:
 
     Args:
         modules: this rank's stages, in the order of `stages_of_rank`.
-        schedule: dualpipev, dualpipe or 1f1b.
+        schedule: a name of `dualpipe.schedule.SCHEDULES`.
+        stages_per_rank: stages a rank of the interleaved schedules.
         group: the pipeline's ranks in order; the default group, or a single process without one, by default.
         edge_shape: shape of the tensor between two stages for one microbatch, or a function
             (payload, stage key, microbatch) -> `Edge` for shapes that differ.
@@ -54,6 +58,7 @@ class Pipeline:
         modules: Sequence[nn.Module],
         *,
         schedule: str = "dualpipev",
+        stages_per_rank: int | None = None,
         group: dist.ProcessGroup | None = None,
         edge_shape: Sequence[int] | EdgeOf | None = None,
         edge_dtype: torch.dtype = torch.float32,
@@ -66,7 +71,7 @@ class Pipeline:
             group = dist.group.WORLD
         num_ranks = 1 if group is None else dist.get_world_size(group)
         rank = 0 if group is None else dist.get_rank(group)
-        keys = stages_of_rank(schedule, num_ranks, rank)
+        keys = stages_of_rank(schedule, num_ranks, rank, stages_per_rank)
         if len(modules) != len(keys):
             raise UsageError(
                 f"{len(modules)} modules on rank {rank}",
@@ -79,7 +84,8 @@ class Pipeline:
         self.device = device or (torch.device("cpu") if parameter is None else parameter.device)
         self._edge = edge_shape if callable(edge_shape) else self._fixed_edge(tuple(edge_shape or ()), edge_dtype)
         self._modules = dict(zip(keys, modules, strict=True))
-        self._name, self._split, self._batch_dim = schedule, backward_split, batch_dim
+        self._name, self._stages_per_rank = schedule, stages_per_rank
+        self._split, self._batch_dim = backward_split, batch_dim
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor = Executor(group, timeout=timeout, device=self.device)
         self._patches = [split_weight_grads(m, self._executor.store) for m in modules] if backward_split else []
@@ -93,7 +99,12 @@ class Pipeline:
         key = num_microbatches, inference
         if key not in self._schedules:
             schedule = build(
-                self._name, self._executor.num_ranks, num_microbatches, backward_split=self._split or inference
+                self._name,
+                self._executor.num_ranks,
+                num_microbatches,
+                backward_split=self._split or inference,
+                stages_per_rank=self._stages_per_rank,
+                allow_few=True,
             )
             self._schedules[key] = forward_only(schedule) if inference else schedule
         return self._schedules[key]
@@ -109,8 +120,8 @@ class Pipeline:
         """One pass over all microbatches; under `torch.no_grad()` the forwards alone.
 
         Args:
-            inputs: (batch, ...) arguments of stage 0, on the ranks that hold a stage 0 (dualpipev, 1f1b: rank 0;
-                dualpipe: the first and the last rank, each half of the microbatches).
+            inputs: (batch, ...) arguments of stage 0, on the ranks that hold a stage 0: rank 0; with dualpipe the
+                first and the last rank, each half of the microbatches.
             num_microbatches: microbatches of the whole step.
             criterion: `criterion(output, *labels) -> scalar`, on the ranks that hold a last stage.
             labels: (batch, ...) arguments of the criterion, there. With dualpipe those on rank 0 belong to the inputs

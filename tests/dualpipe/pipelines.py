@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.pipeline import Pipeline, stages_of_rank
+from dualpipe.schedule import build
+from dualpipe.simulate import simulate
 
 HIDDEN, ROWS = 6, 2
 TOLERANCE = 1e-12
@@ -64,7 +66,7 @@ def share_of(name: str, tensor: Tensor, rank: int, last: int, *, of_stage: str) 
             {0: tensor[:half], last: tensor[half:]} if of_stage == "first" else {last: tensor[:half], 0: tensor[half:]}
         )
         return [parts[rank]] if rank in parts else []
-    owner = last if (name == "1f1b" and of_stage == "last") else 0
+    owner = 0 if of_stage == "first" or name in ("dualpipev", "zbv") else last
     return [tensor] if rank == owner else []
 
 
@@ -80,17 +82,24 @@ CPU = torch.device("cpu")
 
 
 def run_pipeline(
-    group: Any, name: str, counts: list[int], seed: int, backward_split: bool = True, device: torch.device = CPU
+    group: Any,
+    name: str,
+    counts: list[int],
+    seed: int,
+    backward_split: bool = True,
+    device: torch.device = CPU,
+    stages_per_rank: int | None = None,
 ) -> list[dict[str, Any]]:
     """Steps with the given microbatch counts; for each what this rank saw and its distance from serial execution."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    reference = [stage.to(device) for stage in make_stages(2 * ranks if name == "dualpipev" else ranks, seed)]
-    keys = stages_of_rank(name, ranks, rank)
+    num_stages = build(name, ranks, 2 * ranks, stages_per_rank=stages_per_rank).num_stages
+    reference = [stage.to(device) for stage in make_stages(num_stages, seed)]
+    keys = stages_of_rank(name, ranks, rank, stages_per_rank)
     mine = [copy.deepcopy(reference[key.stage]) for key in keys]
     fired = [watch_hooks(stage) for stage in mine]
-    results = []
+    results, sizes = [], {"stages_per_rank": stages_per_rank, "allow_few": True}
     options = {"schedule": name, "group": group, "edge_shape": (ROWS, HIDDEN), "edge_dtype": torch.float64}
-    with Pipeline(mine, backward_split=backward_split, **options) as pipeline:
+    with Pipeline(mine, backward_split=backward_split, stages_per_rank=stages_per_rank, **options) as pipeline:
         for count in counts:
             x, y = torch.randn(2, count * ROWS, HIDDEN, dtype=torch.float64).to(device)
             for stage in [*reference, *mine]:
@@ -102,6 +111,7 @@ def run_pipeline(
             inputs = share_of(name, x, rank, ranks - 1, of_stage="first")
             labels = share_of(name, y, rank, ranks - 1, of_stage="last")
             loss, outputs = pipeline.step(*inputs, num_microbatches=count, criterion=criterion, labels=labels)
+            planned = build(name, ranks, count, backward_split=backward_split, **sizes)
             wanted = share_of(name, expected, rank, ranks - 1, of_stage="last")
             assert outputs is None
             results.append(
@@ -109,6 +119,7 @@ def run_pipeline(
                     "loss": loss is None if not wanted else torch.equal(loss, wanted[0]),
                     "grads": worst_error(group, name, keys, mine, reference),
                     "peak": pipeline.stats.peak_live,
+                    "planned peak": simulate(planned).peak_live[rank],
                     "hooks": [list(record) for hooks in fired for record in hooks.values()],
                 }
             )

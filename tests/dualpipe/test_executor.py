@@ -54,14 +54,30 @@ CASES = [
     ("dualpipe", 4, [8]),
     ("1f1b", 2, [4, 1]),
     ("1f1b", 4, [3]),
+    ("dualpipev", 4, [1, 5]),
+    ("zbv", 2, [3, 1, 4]),
+    ("zbv", 3, [7, 2]),
+    ("zbv", 4, [9]),
+    ("zb1p", 2, [5, 1]),
+    ("zb1p", 4, [3, 8]),
+    ("zbh2", 3, [7]),
+    ("zbh2", 4, [9, 2]),
+    ("interleaved", 2, [5, 4]),
+    ("interleaved", 3, [7, 1]),
+    ("interleaved_pairs", 2, [5]),
+    ("interleaved_pairs", 4, [6]),
 ]
+THREE_STAGES_A_RANK = [("interleaved", 4, [7]), ("interleaved_pairs", 3, [4])]
 
 
 def every_case(rank: int, seed: int) -> dict[Any, Any]:
     groups, found = groups_of_four(rank), {}
     for name, ranks, counts in CASES:
         if ranks in groups:
-            found[name, ranks] = run_pipeline(groups[ranks], name, counts, seed)
+            found[name, ranks, *counts] = run_pipeline(groups[ranks], name, counts, seed)
+    for name, ranks, counts in THREE_STAGES_A_RANK:
+        if ranks in groups:
+            found[name, ranks, *counts] = run_pipeline(groups[ranks], name, counts, seed, stages_per_rank=3)
     found["merged"] = run_pipeline(groups[2], "dualpipev", [5], seed, backward_split=False)
     found["fault"] = swapped_gradients(groups[2], seed)
     found["inference"] = inference(groups[2], seed)
@@ -76,24 +92,26 @@ def found() -> list[dict[Any, Any]]:
     return run_ranks(4, every_case, seed, timeout=240)
 
 
-@pytest.mark.parametrize(("name", "ranks", "counts"), CASES)
+@pytest.mark.parametrize(("name", "ranks", "counts"), CASES + THREE_STAGES_A_RANK)
 def test_equal_to_serial_execution(found, name, ranks, counts):
-    seen = [answer[name, ranks] for answer in found if (name, ranks) in answer]
+    seen = [answer[name, ranks, *counts] for answer in found if (name, ranks, *counts) in answer]
     assert len(seen) == (3 if ranks == 3 else 4)
     for results in seen:
         assert [result["loss"] for result in results] == [True] * len(counts)
         assert max(result["grads"] for result in results) <= TOLERANCE
         check_hooks(results, counts, name)
+        # What is alive at once is what the simulator says.
+        assert [result["peak"] for result in results] == [result["planned peak"] for result in results]
 
 
 @pytest.mark.parametrize(("name", "ranks", "counts"), CASES[:5])
 def test_peak_of_live_activations(found, name, ranks, counts):
     """2P+1 half-size (V) or P+1 (DualPipe) activations; one fewer on the V's first rank with 2P-1 microbatches."""
     for rank, answer in enumerate(found):
-        if (name, ranks) not in answer:
+        if (name, ranks, *counts) not in answer:
             continue
         position = rank % 2 if ranks == 2 else rank - (ranks == 3)
-        for result, count in zip(answer[name, ranks], counts, strict=True):
+        for result, count in zip(answer[name, ranks, *counts], counts, strict=True):
             bound = 2 * ranks + 1 if name == "dualpipev" else ranks + 1
             few = name == "dualpipev" and count == 2 * ranks - 1 and position == 0
             assert result["peak"] == bound - few

@@ -16,7 +16,8 @@ from tests.dist import run_ranks
 from tests.dualpipe.pipelines import TOLERANCE, check_hooks, run_pipeline
 
 KIND = devices.choose("auto", num_local_ranks=2)
-CASES = [("dualpipev", [3, 4, 9]), ("dualpipe", [4, 8]), ("1f1b", [5, 2])]
+CASES = [("dualpipev", [3, 4, 9]), ("dualpipe", [4, 8]), ("1f1b", [5, 2]), ("zbv", [3, 6]), ("zb1p", [5])]
+CASES += [("zbh2", [5]), ("interleaved", [4, 5]), ("interleaved_pairs", [5])]
 
 pytestmark = [
     pytest.mark.gpu,

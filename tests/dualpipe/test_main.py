@@ -36,7 +36,7 @@ def test_formats(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("dualpipev", "--ranks", "4", "--microbatches", "6"), "at least 2*ranks - 1 = 7"),
+        (("zbv", "--ranks", "4", "--microbatches", "6", "--stages-per-rank", "3"), "stages a rank"),
         (("dualpipe", "--ranks", "3", "--microbatches", "8"), "an even number of ranks"),
         (("dualpipe", "--ranks", "4", "--microbatches", "6"), "at least 2*ranks = 8"),
         (("zigzag", "--ranks", "4", "--microbatches", "6"), "1f1b, dualpipe, dualpipev"),

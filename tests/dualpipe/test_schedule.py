@@ -1,12 +1,11 @@
-"""The builders against torch's lists, the published counts and their own constraints."""
+"""The builders against the published counts and their own constraints; torch's lists are in test_schedule_torch."""
 
 from collections import Counter
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from comm_core.runtime.errors import UsageError
-from dualpipe.actions import Kind, StageKey
+from dualpipe.actions import Kind, Payload, StageKey
 from dualpipe.schedule import (
     SCHEDULES,
     build,
@@ -14,26 +13,12 @@ from dualpipe.schedule import (
     dualpipev,
     forward_only,
     from_csv,
+    interleaved,
+    interleaved_pairs,
     merge_backward,
     one_f_one_b,
     with_communication,
 )
-
-
-def torch_lists(ranks, microbatches):
-    """torch's DualPipeV as text; the object is filled by hand, since its constructor wants stages and a group."""
-    theirs = object.__new__(ScheduleDualPipeV)
-    theirs.pp_group_size, theirs._n_microbatches, theirs._num_stages = ranks, microbatches, 2 * ranks
-    theirs.stage_index_to_group_rank = {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
-    lists = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
-    return [[str(action) for action in actions if action is not None] for actions in lists]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_dualpipev_is_torch_s(ranks):
-    for microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):  # torch refuses 2P-1
-        ours = [[str(action) for action in actions] for actions in dualpipev(ranks, microbatches).ranks]
-        assert ours == torch_lists(ranks, microbatches)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 10), ("dualpipe", 8, 20)])
@@ -63,6 +48,50 @@ def test_dualpipev_with_the_fewest_microbatches_has_all_work(ranks):
         assert done[Kind.I, stage] == done[Kind.W, stage]
 
 
+@pytest.mark.parametrize("name", ["dualpipev", "zbv"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_few_microbatches_leave_out_what_does_not_exist(name, ranks):
+    full = build(name, ranks, 2 * ranks - 1)
+    for microbatches in range(1, 2 * ranks - 1):
+        few = build(name, ranks, microbatches, allow_few=True)
+        assert few.num_microbatches == microbatches
+        for actions, all_actions in zip(few.ranks, full.ranks, strict=True):
+            parts = [part for action in all_actions for part in action.compute if part.microbatch < microbatches]
+            assert [part for action in actions for part in action.compute] == parts
+            # A pair stays a pair only with both of its parts.
+            pairs = [a for a in all_actions if a.parts and all(part.microbatch < microbatches for part in a.parts)]
+            assert [action for action in actions if action.kind is Kind.FB] == pairs
+
+
+def test_interleaved_lists():
+    assert interleaved(2, 2).to_csv() == "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1\n"
+    text = interleaved_pairs(2, 4).to_csv().splitlines()[1]
+    assert text.startswith("1F0,1F1,3F0,(3F1;3B0)OVERLAP_F_B,(1F2;3B1)OVERLAP_F_B,(1F3;1B0)OVERLAP_F_B")
+    assert interleaved(1, 2, 3).to_csv() == "0F0,1F0,2F0,2B0,0F1,1B0,1F1,0B0,2F1,2B1,1B1,0B1\n"
+    assert [interleaved(3, 3, 2).rank_of(StageKey(stage)) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert build("interleaved", 2, 4, stages_per_rank=3).num_stages == 6
+
+
+@pytest.mark.parametrize(("name", "value"), [("zbv", 2), ("interleaved", 0), ("interleaved", 1.5)])
+def test_stages_per_rank_where_it_makes_no_sense(name, value):
+    with pytest.raises(UsageError, match="stages a rank"):
+        build(name, 2, 4, stages_per_rank=value)
+
+
+def test_zero_bubble_order():
+    """The W of a stage come in the order of its I, and rank r keeps r (zb1p) or 2r (zbh2) of them back."""
+    for name, factor in (("zb1p", 1), ("zbh2", 2)):
+        for rank, actions in enumerate(build(name, 4, 12).ranks):
+            kinds = [action.kind for action in actions]
+            inputs = [action.microbatch for action in actions if action.kind is Kind.I]
+            weights = [action.microbatch for action in actions if action.kind is Kind.W]
+            assert inputs == weights == list(range(12))
+            last = len(kinds) - 1 - kinds[::-1].index(Kind.I)
+            assert kinds[last + 1 :].count(Kind.W) == max(1, factor * rank + 1)
+            ahead = kinds.index(Kind.I)
+            assert ahead == (4 - rank if name == "zb1p" else 2 * (4 - rank) - 1)
+
+
 def test_1f1b_lists():
     assert one_f_one_b(2, 3).to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     assert one_f_one_b(3, 1).to_csv() == "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
@@ -89,7 +118,7 @@ def test_placement():
         ("dualpipev", -2, 8, "a whole number from 1"),
         ("dualpipev", 2, 4.0, "a whole number from 1"),
         ("dualpipev", True, 4, "a whole number from 1"),
-        ("zigzag", 2, 4, "1f1b, dualpipe, dualpipev"),
+        ("zigzag", 2, 4, "1f1b, dualpipe, dualpipev, interleaved, interleaved_pairs, zb1p, zbh2, zbv"),
     ],
 )
 def test_impossible_sizes_are_refused_with_what_is_allowed(name, ranks, microbatches, words):
@@ -97,7 +126,7 @@ def test_impossible_sizes_are_refused_with_what_is_allowed(name, ranks, microbat
         build(name, ranks, microbatches)
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 9), ("dualpipe", 4, 8), ("1f1b", 4, 5)])
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [(name, 4, 8) for name in sorted(SCHEDULES)])
 @pytest.mark.parametrize("change", [lambda s: s, with_communication, merge_backward, forward_only])
 def test_csv_round_trip(name, ranks, microbatches, change):
     schedule = change(build(name, ranks, microbatches))
@@ -123,9 +152,10 @@ def test_lowering_puts_receives_first_and_sends_last(name):
                 continue
             near = actions[index + 1 :] if action.kind is Kind.RECV else reversed(actions[:index])
             partner = next(other for other in near if other.payload is None)
-            parts = [part for part in partner.compute if part.key == action.key]
+            kinds = (Kind.F,) if action.payload is Payload.ACTIVATION else (Kind.B, Kind.I)
+            parts = [part for part in partner.compute if part.key == action.key and part.kind in kinds]
             assert [part.microbatch for part in parts] == [action.microbatch]
-            assert abs(lowered.peer(action) - rank) == 1
+            assert abs(lowered.peer(action) - rank) in ((1, 3) if name.startswith("interleaved") else (1,))
     assert sum(len(a) for a in lowered.ranks) > sum(len(a) for a in build(name, 4, 8).ranks)
     with pytest.raises(UsageError, match="only once"):
         with_communication(lowered)

@@ -8,19 +8,28 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
 
 from dualpipe.actions import parse, with_direction
-from dualpipe.schedule import build, dualpipe, dualpipev, forward_only, merge_backward, one_f_one_b, with_communication
+from dualpipe.schedule import (
+    SCHEDULES,
+    STAGES_PER_RANK,
+    build,
+    dualpipe,
+    dualpipev,
+    forward_only,
+    merge_backward,
+    one_f_one_b,
+    with_communication,
+)
 from dualpipe.validate import ScheduleError, four_channels, validate
 
 
 @st.composite
-def schedules(draw):
-    name = draw(st.sampled_from(["dualpipe", "dualpipev", "1f1b"]))
-    ranks = draw(st.integers(1, 3 if name == "dualpipe" else 6))
+def schedules(draw, most_ranks=6):
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    ranks = draw(st.integers(1, most_ranks // 2 if name == "dualpipe" else most_ranks))
     if name == "dualpipe":
         return dualpipe(2 * ranks, 4 * ranks + 2 * draw(st.integers(0, 8)))
-    if name == "dualpipev":
-        return dualpipev(ranks, 2 * ranks - 1 + draw(st.integers(0, 15)))
-    return one_f_one_b(ranks, draw(st.integers(1, 30)))
+    stages = draw(st.integers(1, 4)) if name in STAGES_PER_RANK else None
+    return build(name, ranks, draw(st.integers(1, 2 * ranks + 15)), stages_per_rank=stages, allow_few=True)
 
 
 def per_pair(payload, source, target):
