@@ -52,16 +52,15 @@ def _run(config: Config, kind: str, *, resume: bool) -> None:
         **_rendezvous(),
         **({} if kind == "cpu" else {"device_id": device}),
     )
-    try:
-        # A wrong file is told now, not after Megatron has been imported, which takes longer than everything before.
-        on_rank_zero(lambda: len(read_documents(config.data.file)))
-        quiet()
-        megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
-        from examples.session import Session
+    # A wrong file is told now, not after Megatron has been imported, which takes longer than everything before.
+    on_rank_zero(lambda: len(read_documents(config.data.file)))
+    quiet()
+    megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
+    from examples.session import Session
 
-        Session.start(config, device, resume=resume).train()
-    finally:
-        dist.destroy_process_group()
+    Session.start(config, device, resume=resume).train()
+    # Not after an error: a peer may never come, and the wait would hide the traceback.
+    dist.destroy_process_group()
 
 
 def _rendezvous() -> dict[str, Any]:
