@@ -12,6 +12,7 @@ MEGATRON = [
     "pydantic>=2.7",  # the settings of the examples
     "pyyaml>=6.0",
     "tokenizers>=0.19",
+    "tqdm>=4.66",
 ]
 DEV = [
     "codespell>=2.4",
