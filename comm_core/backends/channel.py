@@ -162,9 +162,7 @@ class Channel:
         given = {**settings, "call": CALLS.index(call)}
         line = [given.get(name, -1) for name in SETTINGS]
         mine = torch.tensor([*line, int(problem is not None), num_tokens, *rows], dtype=torch.int64)
-        table = torch.empty(self.num_ranks, mine.shape[0], dtype=torch.int64)
-        self.finish(where, lambda: dist.all_gather(list(table), mine, group=self.control_group, async_op=True))
-        lines = table.tolist()
+        lines = self._gather(where, mine).tolist()
         width = len(SETTINGS)
         error = self._problem(where, problem) if any(line[width] for line in lines) else None
         error = error or self._difference(where, [line[:width] for line in lines])
@@ -224,13 +222,19 @@ class Channel:
             self._unread_checks.append(check)
         return check
 
+    def _gather(self, where: str, line: torch.Tensor) -> torch.Tensor:
+        """Every rank's line [num_ranks, length]. An all-to-all of copies takes half the time of gloo's all-gather."""
+        copies = line.expand(self.num_ranks, -1).contiguous()
+        table = torch.empty_like(copies)
+        self.finish(where, lambda: dist.all_to_all_single(table, copies, group=self.control_group, async_op=True))
+        return table
+
     def _problem(self, where: str, problem: UsageError | None) -> UsageError | CommError:
         text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         if problem is not None:
             raw = str(problem).encode()[:_TEXT_BYTES]
             text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        texts = torch.empty(self.num_ranks, _TEXT_BYTES, dtype=torch.uint8)
-        self.finish(where, lambda: dist.all_gather(list(texts), text, group=self.control_group, async_op=True))
+        texts = self._gather(where, text)
         if problem is not None:
             return problem
         said = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in texts]
