@@ -83,7 +83,7 @@ class CollectiveBackend:
     def close(self, *, collective: bool) -> None:
         """Waits for queued work and the other ranks (`collective`), then frees groups and threads."""
         try:
-            if collective and self._channel.broken is None:
+            if collective and self._channel.broken is None and dist.is_initialized():
                 self._channel.submit_agreed("close", {"buffer": self.buffer_id}, None, 0).synchronize()
         finally:
             self._channel.release(wait=collective)
@@ -97,7 +97,8 @@ class CollectiveBackend:
         num_tokens, num_topk = topk_idx.shape
         send = None if problem else layout.plan_send(topk_idx, num_experts, self.num_ranks)
         splits = [0] * self.num_ranks if send is None else send.send_counts.tolist()
-        with trace.span("layout", "ep", lane="ep", num_tokens=num_tokens, bytes=4 * (num_topk + 1) * sum(splits)):
+        num_bytes = 4 * (num_topk + 1) * sum(splits)
+        with trace.span("layout", "ep", lane="ep", on_host=True, num_tokens=num_tokens, bytes=num_bytes):
             said = self._channel.agree(job.op, job.settings, problem, num_tokens, splits)
             assert send is not None  # agree() raised otherwise
             recv_splits = [line[self.rank] for line in said.rows]

@@ -72,10 +72,19 @@ class Recorder:
             self._reference_us = time.monotonic_ns() / 1e3
 
     @contextlib.contextmanager
-    def span(self, name: str, category: str, *, lane: str | None = None, **args: Any) -> Iterator[None]:
-        """Records the body as one span. `lane` is the row it is drawn in; the thread's name by default."""
+    def span(
+        self, name: str, category: str, *, lane: str | None = None, on_host: bool = False, **args: Any
+    ) -> Iterator[None]:
+        """Records the body as one span.
+
+        Args:
+            name, category: of the span.
+            lane: the row it is drawn in; the thread's name by default.
+            on_host: time it by the host's clock on an accelerator too, for work that the host does.
+            args: what else to know of it, plain values.
+        """
         lane = lane or threading.current_thread().name
-        if self._device is None:
+        if self._device is None or on_host:
             start = time.monotonic_ns()
             try:
                 yield
@@ -142,7 +151,11 @@ def recording(recorder: Recorder | None) -> Iterator[Recorder | None]:
         _active = before
 
 
-def span(name: str, category: str, *, lane: str | None = None, **args: Any) -> contextlib.AbstractContextManager[None]:
-    """A span in the active recorder; a null context where none is active."""
+def span(
+    name: str, category: str, *, lane: str | None = None, on_host: bool = False, **args: Any
+) -> contextlib.AbstractContextManager[None]:
+    """A span in the active recorder (see `Recorder.span`); a null context where none is active."""
     recorder = _active
-    return contextlib.nullcontext() if recorder is None else recorder.span(name, category, lane=lane, **args)
+    if recorder is None:
+        return contextlib.nullcontext()
+    return recorder.span(name, category, lane=lane, on_host=on_host, **args)
