@@ -78,7 +78,8 @@ class Recorder:
         """Records the body as one span.
 
         Args:
-            name, category: of the span.
+            name: what was done.
+            category: the family it belongs to, such as "ep".
             lane: the row it is drawn in; the thread's name by default.
             on_host: time it by the host's clock on an accelerator too, for work that the host does.
             args: what else to know of it, plain values.
