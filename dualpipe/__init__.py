@@ -1,7 +1,7 @@
 """Bidirectional pipeline schedules: build, validate, simulate, draw, execute. Knows no MoE and no Megatron.
 
 Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device. The functions
-`validate.validate` and `simulate.simulate` are imported from their modules, whose names they share.
+`validate.validate`, `simulate.simulate` and `compare.compare` are imported from their modules, whose names they share.
 """
 
 # ruff: noqa: F401 - the imports under TYPE_CHECKING tell type checkers what __getattr__ returns
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualpipe.actions import Action, Kind, Payload, StageKey
     from dualpipe.blocks import Block, blocks_from_events
+    from dualpipe.compare import Report, report
+    from dualpipe.costs import Durations, of_stages
     from dualpipe.executor import BackwardJob, Executor, ForwardJob, PipelineStateError, RunStats, StagePrograms
     from dualpipe.module_stages import ModuleStages
     from dualpipe.p2p import Edge
@@ -34,13 +36,15 @@ if TYPE_CHECKING:
         zbh2,
         zbv,
     )
-    from dualpipe.simulate import Durations, Simulation
+    from dualpipe.simulate import Simulation
     from dualpipe.validate import ScheduleError
     from dualpipe.weight_grad import WeightGradStore, split_linear, split_weight_grads
 
 _HOMES = {
     "actions": ("Action", "Kind", "Payload", "StageKey"),
     "blocks": ("Block", "blocks_from_events"),
+    "compare": ("Report", "report"),
+    "costs": ("Durations", "of_stages"),
     "executor": ("BackwardJob", "Executor", "ForwardJob", "PipelineStateError", "RunStats", "StagePrograms"),
     "module_stages": ("ModuleStages",),
     "p2p": ("Edge",),
@@ -62,7 +66,7 @@ _HOMES = {
         "zbh2",
         "zbv",
     ),
-    "simulate": ("Durations", "Simulation"),
+    "simulate": ("Simulation",),
     "validate": ("ScheduleError",),
     "weight_grad": ("WeightGradStore", "split_linear", "split_weight_grads"),
 }

@@ -1,17 +1,25 @@
-"""`python -m dualpipe show SCHEDULE --ranks P --microbatches M [--format text|csv|svg] [--comm] [--output FILE]`."""
+"""`python -m dualpipe show | simulate | compare | validate | plan`: pipeline schedules drawn, timed, checked, chosen.
+
+Each command explains itself: `python -m dualpipe compare --help`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from comm_core.runtime.errors import MTMoEError
+from comm_core.runtime.errors import MTMoEError, UsageError
+from dualpipe.compare import compare, report, table
+from dualpipe.costs import parse as parse_costs
+from dualpipe.lists import read_csv
 from dualpipe.render import svg, text_grid
 from dualpipe.schedule import SCHEDULES, Schedule, build, with_communication
 from dualpipe.simulate import Durations, simulate
+from dualpipe.validate import validate
 
 _HOP = 0.25
 _TITLES = {
@@ -34,57 +42,166 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m dualpipe", description="Pipeline schedules as text, CSV or a picture.")
+    parser = _Parser(prog="python -m dualpipe", description="Pipeline schedules drawn, timed, checked and chosen.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     show = commands.add_parser("show", help="print a schedule", description="Prints a schedule.")
-    show.add_argument("schedule", help=f"one of: {', '.join(sorted(SCHEDULES))}")
-    show.add_argument("--ranks", type=int, required=True, help="pipeline ranks P")
-    show.add_argument("--microbatches", type=int, required=True, help="microbatches a step M")
-    show.add_argument("--stages-per-rank", type=int, metavar="V", help="only for the interleaved schedules (default 2)")
+    _add_schedule(show)
     show.add_argument(
         "--format", choices=("text", "csv", "svg"), default="text", help="text grid, CSV (a row a rank), SVG"
     )
     show.add_argument("--comm", action="store_true", help="with SEND and RECV")
     show.add_argument("--output", type=Path, help="file to write; standard output by default")
+    timed = commands.add_parser(
+        "simulate",
+        help="time one schedule",
+        description="Prints makespan, idle (of the rank where it is largest), bubble_ratio (idle of all ranks over "
+        "ranks x makespan) and the peak of live activations of each rank.",
+    )
+    _add_schedule(timed)
+    _add_costs(timed)
+    timed.add_argument(
+        "--stage-costs",
+        action="append",
+        default=[],
+        metavar="STAGE:F=2,...",
+        help="costs of one stage that differ; may be repeated",
+    )
+    several = commands.add_parser(
+        "compare", help="time every schedule", description="Prints every schedule for one setting, fastest first."
+    )
+    _add_sizes(several)
+    _add_costs(several)
+    checked = commands.add_parser(
+        "validate",
+        help="check a schedule in a file",
+        description="Checks a schedule written by show --format csv, or by torch: complete, in order, no deadlock.",
+    )
+    checked.add_argument("file", type=Path, help="CSV, a row a rank")
+    checked.add_argument("--max-live", type=int, metavar="N", help="most stage activations a rank may hold at once")
     return parser
 
 
-def _render(schedule: Schedule, form: str, comm: bool) -> str:
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, required=True, help="pipeline ranks P")
+    command.add_argument("--microbatches", type=int, required=True, help="microbatches a step M")
+    command.add_argument(
+        "--stages-per-rank", type=int, metavar="V", help="stages a rank of the interleaved schedules (default 2)"
+    )
+
+
+def _add_schedule(command: argparse.ArgumentParser) -> None:
+    command.add_argument("schedule", help=f"one of: {', '.join(sorted(SCHEDULES))}")
+    _add_sizes(command)
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--costs",
+        default="FB=3",
+        help="durations, for example F=1,I=1,W=1,FB=3,hop=0.25,a2a=0.5; B is I+W and FB is F+B where not given; a2a is "
+        "the all-to-all that an F, I or B alone can not hide (default F=1,I=1,W=1,FB=3)",
+    )
+    command.add_argument(
+        "--cost-unit",
+        choices=("model", "stage"),
+        default="model",
+        help="costs and activations are for 1/P of the model, so that schedules compare at equal work (default), or "
+        "for one stage of the schedule",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _build(options: argparse.Namespace) -> Schedule:
+    return build(
+        options.schedule,
+        options.ranks,
+        options.microbatches,
+        stages_per_rank=options.stages_per_rank,
+        allow_few=True,
+    )
+
+
+def _show(options: argparse.Namespace) -> str:
     """The schedule in one format. The picture takes F = I = W = 1, B = 2, FB = 3, and a hop of 0.25 with --comm."""
-    if form == "csv":
+    schedule = with_communication(_build(options)) if options.comm else _build(options)
+    if options.format == "csv":
         return schedule.to_csv()
-    if form == "text":
+    if options.format == "text":
         return text_grid(schedule)
-    plan = simulate(schedule, Durations(hop=_HOP if comm else 0.0))
+    plan = simulate(schedule, Durations(hop=_HOP if options.comm else 0.0))
     title = f"{_TITLES[schedule.name]}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
-    if comm:
+    if options.comm:
         title += f", a hop takes {_HOP:g} of a forward"
     return svg(plan.blocks, num_ranks=schedule.num_ranks, title=title, unit="forwards of one stage")
+
+
+def _simulate(options: argparse.Namespace) -> str:
+    overrides = []
+    for text in options.stage_costs:
+        stage, separator, costs = text.partition(":")
+        if not separator or not stage.strip().isdigit():
+            raise UsageError(f"--stage-costs {text}", allowed="STAGE:NAME=NUMBER,...", fix="for example 0:F=2,W=1.5")
+        overrides.append((int(stage), costs))
+    costs = parse_costs(options.costs)
+    result = report(_build(options), costs, cost_unit=options.cost_unit, overrides=overrides)
+    if options.json:
+        return json.dumps(result.as_dict()) + "\n"
+    peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
+    return (
+        f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches, {result.stages} stages\n"
+        f"makespan          {result.makespan:.6g}\n"
+        f"idle              {result.idle:.6g}\n"
+        f"bubble_ratio      {result.bubble_ratio:.4f}\n"
+        f"peak activations  {peaks}\n"
+    )
+
+
+def _compare(options: argparse.Namespace) -> str:
+    reports, refused = compare(
+        options.ranks,
+        options.microbatches,
+        parse_costs(options.costs),
+        cost_unit=options.cost_unit,
+        stages_per_rank=2 if options.stages_per_rank is None else options.stages_per_rank,
+    )
+    if options.json:
+        return json.dumps({"schedules": [item.as_dict() for item in reports], "refused": refused}) + "\n"
+    return table(reports, refused)
+
+
+def _validate(options: argparse.Namespace) -> str:
+    schedule = read_csv(options.file.read_text(encoding="utf-8"), name=str(options.file))
+    validate(schedule, max_live=options.max_live)
+    return (
+        f"valid: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
+        f"at most {max(simulate(schedule).peak_live)} live activations a rank\n"
+    )
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "show": _show,
+    "simulate": _simulate,
+    "compare": _compare,
+    "validate": _validate,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, or 2 for a user's error, told in one line on stderr."""
     options = _parser().parse_args(arguments)
+    output: Path | None = getattr(options, "output", None)
     try:
-        schedule = build(
-            options.schedule,
-            options.ranks,
-            options.microbatches,
-            stages_per_rank=options.stages_per_rank,
-            allow_few=True,
-        )
-        if options.comm:
-            schedule = with_communication(schedule)
-        document = _render(schedule, options.format, options.comm)
-        if options.output is None:
+        document = _COMMANDS[options.command](options)
+        if output is None:
             sys.stdout.write(document)
         else:
-            options.output.write_text(document, encoding="utf-8")
+            output.write_text(document, encoding="utf-8")
     except MTMoEError as error:
         print(f"python -m dualpipe: error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"python -m dualpipe: error: can not write {options.output}: {error.strerror}", file=sys.stderr)
+    except (OSError, UnicodeDecodeError) as error:
+        verb, path = ("read", options.file) if options.command == "validate" else ("write", output)
+        print(f"python -m dualpipe: error: can not {verb} {path}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -6,6 +6,7 @@ A schedule is one list of actions a rank and the place of each stage. The builde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -172,6 +173,39 @@ def from_csv(text: str, like: Schedule) -> Schedule:
         cells = [cell for cell in line.split(",") if cell.strip()]
         ranks.append(tuple(_placed(parse(cell), rank, like) for cell in cells))
     return replace(like, ranks=tuple(ranks))
+
+
+def read_csv(text: str, name: str = "CSV") -> Schedule:
+    """Reads lists whose shape is not known: the sizes and the place of each stage are those that the cells name.
+
+    Stages that all stand on two mirrored ranks are taken for the two directions of `dualpipe`. A stage that is on
+    several ranks otherwise belongs to the one with most of its cells.
+
+    Raises:
+        UsageError: no lines, or a cell that is no action.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = [[parse(cell) for cell in line.split(",") if cell.strip()] for line in lines]
+    counts: Counter[tuple[int, int]] = Counter()
+    parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.compute]
+    if not parts:
+        raise UsageError(
+            "a file without any computation", allowed="one line of actions a rank", fix="pass another file"
+        )
+    counts.update((part.stage, rank) for rank, part in parts)
+    ranks, stages = len(rows), max(stage for stage, _ in counts) + 1
+    two_way = stages == ranks > 1 and all(counts[s, s] and counts[s, ranks - 1 - s] for s in range(stages))
+    owners = tuple(max(range(ranks), key=lambda rank, s=stage: counts[s, rank]) for stage in range(stages))  # type: ignore[misc]
+    shape = Schedule(
+        name,
+        ranks,
+        stages,
+        max(part.microbatch for _, part in parts) + 1,
+        (tuple(range(ranks)), tuple(reversed(range(ranks)))) if two_way else (owners,),
+        ((),) * ranks,
+        forward_only=all(part.kind is Kind.F for _, part in parts),
+    )
+    return from_csv(text, like=shape)
 
 
 def _placed(action: Action, rank: int, like: Schedule) -> Action:

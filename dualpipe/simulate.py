@@ -6,41 +6,17 @@ B are taken to be ready at its end.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Action, Kind, Payload, StageKey
 from dualpipe.blocks import Block, label_of
-from dualpipe.schedule import Schedule
+from dualpipe.costs import Durations, length
+from dualpipe.lists import Schedule
 from dualpipe.validate import ScheduleError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durations:
-    """Duration of each kind, in any one unit, the same for every stage.
-
-    Attributes:
-        F: forward.
-        I: backward for inputs.
-        W: backward for weights.
-        B: full backward.
-        FB: overlapped pair.
-        hop: time from the end of an action to the arrival of its result on another rank; the sender goes on meanwhile.
-    """
-
-    F: float = 1.0
-    I: float = 1.0  # noqa: E741
-    W: float = 1.0
-    B: float = 2.0
-    FB: float = 3.0
-    hop: float = 0.0
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"duration {item.name}={value}", allowed="a finite number from 0", fix="correct it")
+__all__ = ["Durations", "Simulation", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +37,11 @@ class Simulation:
     peak_live: tuple[int, ...]
 
     @property
+    def idle(self) -> float:
+        """Makespan minus the time a rank computes, of the rank where this is largest."""
+        return self.makespan - min(self.busy, default=0.0)
+
+    @property
     def bubble_ratio(self) -> float:
         """Idle time over ranks times makespan."""
         total = len(self.busy) * self.makespan
@@ -70,7 +51,7 @@ class Simulation:
 class _Clock:
     """Times of results, and how far each rank has come."""
 
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+    def __init__(self, schedule: Schedule, durations: Sequence[Durations]) -> None:
         self.schedule, self.durations = schedule, durations
         self.now = [0.0] * schedule.num_ranks
         self.busy = [0.0] * schedule.num_ranks
@@ -86,13 +67,13 @@ class _Clock:
         end = self.ready.get((payload, source, action.microbatch))
         if end is None or self.schedule.rank_of(source) == rank:
             return end
-        return end + self.durations.hop
+        return end + self.durations[source.stage].hop
 
     def run(self, rank: int, action: Action) -> bool:
         """Runs one action; False if it must wait for another rank."""
         begin = self.now[rank]
         if action.kind is Kind.SEND:
-            self._note(rank, action, begin, begin + self.durations.hop)
+            self._note(rank, action, begin, begin + self.durations[action.stage].hop)
             return True
         arrivals = [self.arrival(rank, part) for part in (action.compute or (action,))]
         if any(time is None for time in arrivals):
@@ -102,14 +83,14 @@ class _Clock:
             self.now[rank] = start
             self._note(rank, action, begin, start)
             return True
-        length = float(getattr(self.durations, action.kind))
-        self.now[rank] = start + length
-        self.busy[rank] += length
+        duration = length(action, self.durations)
+        self.now[rank] = start + duration
+        self.busy[rank] += duration
         for part in action.compute:
             if part.kind is not Kind.W:
                 payload = Payload.ACTIVATION if part.kind is Kind.F else Payload.GRADIENT
-                self.ready[payload, part.key, part.microbatch] = start + length
-        self._note(rank, action, start, start + length)
+                self.ready[payload, part.key, part.microbatch] = start + duration
+        self._note(rank, action, start, start + duration)
         return True
 
     def _note(self, rank: int, action: Action, start: float, end: float) -> None:
@@ -117,13 +98,27 @@ class _Clock:
         self.blocks.append(block)
 
 
-def simulate(schedule: Schedule, durations: Durations | None = None) -> Simulation:
+def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] | None = None) -> Simulation:
     """Plays a schedule, with or without SEND and RECV.
+
+    Args:
+        schedule: what to play.
+        durations: durations of every stage, or of each stage by itself; F = I = W = 1 by default. To compare schedules
+            at equal work pass `costs.of_stages(schedule, ...)`.
 
     Raises:
         ScheduleError: the lists wait for each other in a circle.
+        UsageError: a number of durations that is not the number of stages.
     """
-    clock = _Clock(schedule, durations or Durations())
+    if durations is None or isinstance(durations, Durations):
+        durations = [durations or Durations()] * schedule.num_stages
+    if len(durations) != schedule.num_stages:
+        raise UsageError(
+            f"durations of {len(durations)} stages",
+            allowed=f"{schedule.num_stages}, the stages of the {schedule.name} schedule",
+            fix="pass one a stage, or one for all",
+        )
+    clock = _Clock(schedule, durations)
     position = [0] * schedule.num_ranks
     moved = True
     while moved:

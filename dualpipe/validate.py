@@ -39,12 +39,13 @@ def four_channels(payload: Payload, source: int, target: int) -> Hashable:
     return payload, source < target
 
 
-def validate(schedule: Schedule, channel: Channel = four_channels) -> None:
+def validate(schedule: Schedule, channel: Channel = four_channels, *, max_live: int | None = None) -> None:
     """Checks a schedule, with or without SEND and RECV.
 
     Args:
         schedule: what to check; without SEND and RECV it is lowered by `with_communication` first.
         channel: which communicator a message uses; the default is what the executor does.
+        max_live: most stage activations a rank may hold at once, from F until the end of B or I.
 
     Raises:
         ScheduleError: names the rank, the position and the action at fault.
@@ -55,6 +56,8 @@ def validate(schedule: Schedule, channel: Channel = four_channels) -> None:
         for index, action in enumerate(actions):
             _check_cell(schedule, rank, index, action)
     _check_work(schedule)
+    if max_live is not None:
+        _check_live(schedule, max_live)
     if any(action.payload is not None for actions in schedule.ranks for action in actions):
         _check_messages(schedule, channel)
         return
@@ -66,6 +69,20 @@ def validate(schedule: Schedule, channel: Channel = four_channels) -> None:
         index = _given_index(lowered.ranks[error.rank], error.index)
         problem = str(error).replace(f"position {error.index}", f"position {index}", 1)
         raise ScheduleError(problem, rank=error.rank, index=index) from None
+
+
+def _check_live(schedule: Schedule, most: int) -> None:
+    for rank, actions in enumerate(schedule.ranks):
+        live = 0
+        for index, action in enumerate(actions):
+            live += action.forward is not None
+            if live > most:
+                raise ScheduleError(
+                    f"{_cell(rank, index, action)}: {live} live activations, at most {most} are allowed",
+                    rank=rank,
+                    index=index,
+                )
+            live -= action.backward is not None
 
 
 def _check_messages(lowered: Schedule, channel: Channel) -> None:

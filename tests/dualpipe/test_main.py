@@ -1,5 +1,6 @@
 """The command line, as a user runs it."""
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -8,12 +9,18 @@ import pytest
 
 import dualpipe
 from dualpipe.__main__ import main
-from dualpipe.schedule import dualpipev, from_csv, with_communication
+from dualpipe.lists import read_csv
+from dualpipe.schedule import SCHEDULES, build, dualpipev, from_csv, with_communication
+from dualpipe.simulate import simulate
 
 
 def show(capsys, *arguments):
+    return run(capsys, "show", *arguments)
+
+
+def run(capsys, *arguments):
     try:
-        status = main(["show", *arguments])
+        status = main(list(arguments))
     except SystemExit as stop:
         status = stop.code
     captured = capsys.readouterr()
@@ -48,6 +55,91 @@ def test_formats(capsys, tmp_path):
 )
 def test_a_user_s_mistake_is_one_line_and_status_2(capsys, arguments, words):
     status, out, err = show(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err and err.count("\n") == 1
+
+
+def test_simulate(capsys):
+    sizes = ("--ranks", "4", "--microbatches", "8", "--costs", "F=1,I=1,W=1,FB=3,hop=0")
+    status, text, _ = run(capsys, "simulate", "dualpipev", *sizes)
+    assert status == 0 and [line.split() for line in text.splitlines()[1:]] == [
+        ["makespan", "27"],
+        ["idle", "3"],
+        ["bubble_ratio", "0.1111"],
+        ["peak", "activations", *["4.5"] * 4],
+    ]
+    _, text, _ = run(capsys, "simulate", "dualpipev", *sizes, "--json", "--cost-unit", "stage")
+    found = json.loads(text)
+    assert (found["makespan"], found["idle"], found["peak_activations"]) == (54, 6, [9] * 4)
+    assert found["bubble_ratio"] == pytest.approx(6 / 54)
+    _, text, _ = run(capsys, "simulate", "1f1b", *sizes, "--json", "--stage-costs", "3:F=2")
+    assert json.loads(text)["makespan"] == 33 + 8
+
+
+def test_compare(capsys):
+    status, text, _ = run(capsys, "compare", "--ranks", "8", "--microbatches", "32")
+    rows = {line.split()[0]: line.split() for line in text.splitlines()[1:]}
+    assert status == 0 and set(rows) == set(SCHEDULES)
+    assert rows["zbv"][1:6] == ["99.5", "3.5", "3.5%", "8", "1x"]
+    assert rows["dualpipe"][1:6] == ["102", "6", "5.9%", "9", "2x"]
+    _, text, _ = run(capsys, "compare", "--ranks", "3", "--microbatches", "4", "--stages-per-rank", "4", "--json")
+    found = json.loads(text)
+    assert list(found["refused"]) == ["dualpipe"] and len(found["schedules"]) == len(SCHEDULES) - 1
+    assert [item["stages"] for item in found["schedules"] if item["schedule"] == "interleaved"] == [12]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("comm", [(), ("--comm",)])
+def test_validate_reads_what_show_writes(capsys, tmp_path, name, comm):
+    target = tmp_path / "lists.csv"
+    run(capsys, "show", name, "--ranks", "4", "--microbatches", "8", "--format", "csv", "--output", str(target), *comm)
+    schedule = build(name, 4, 8)
+    assert read_csv(target.read_text(), name=name) == (with_communication(schedule) if comm else schedule)
+    status, text, _ = run(capsys, "validate", str(target))
+    live = max(simulate(schedule).peak_live)
+    assert status == 0
+    assert text == (
+        f"valid: 4 ranks, {schedule.num_stages} stages, 8 microbatches, at most {live} live activations a rank\n"
+    )
+    assert run(capsys, "validate", str(target), "--max-live", str(live))[0] == 0
+    status, _, err = run(capsys, "validate", str(target), "--max-live", str(live - 1))
+    assert status == 2 and f"{live} live activations, at most {live - 1} are allowed" in err
+
+
+def test_validate_names_the_cell(capsys, tmp_path):
+    target = tmp_path / "lists.csv"
+    for before, after, words in (
+        ("2F0", "2F1", "rank 2, position 1, 2F1: done twice"),
+        ("1W0", "1I0", "1I0: done twice"),
+        ("3F0,3I0", "3I0,3F0", "rank 3, position 0, 3I0: backward before its F"),
+        ("1F0", "2F9", "action 2F9 on rank 1; allowed: stages 1 there"),
+        ("1F0", "1G0", "action '1G0'"),
+    ):
+        text = build("zb1p", 4, 4).to_csv()
+        assert before in text
+        target.write_text(text.replace(before, after, 1))
+        status, _, err = run(capsys, "validate", str(target))
+        assert status == 2 and words in err and err.count("\n") == 1
+    for name in (tmp_path / "none.csv", tmp_path):
+        status, _, err = run(capsys, "validate", str(name))
+        assert status == 2 and str(name) in err and err.count("\n") == 1
+    target.write_text("\n")
+    assert "without any computation" in run(capsys, "validate", str(target))[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("simulate", "zbv", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"), "cost 'X=1'"),
+        (("simulate", "zbv", "--ranks", "2", "--microbatches", "4", "--stage-costs", "F=1"), "--stage-costs F=1"),
+        (("simulate", "zbv", "--ranks", "2", "--microbatches", "4", "--stage-costs", "7:F=1"), "costs of stage 7"),
+        (("compare", "--ranks", "0", "--microbatches", "4"), "ranks 0"),
+        (("compare", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "0"), "stages a rank 0"),
+        (("dance",), "dance"),
+    ],
+)
+def test_mistakes_of_the_other_commands(capsys, arguments, words):
+    status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert words in err and err.count("\n") == 1
 

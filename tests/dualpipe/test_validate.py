@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
 
-from dualpipe.actions import parse, with_direction
+from dualpipe.actions import Kind, parse, with_direction
 from dualpipe.schedule import (
     SCHEDULES,
     STAGES_PER_RANK,
@@ -19,6 +19,7 @@ from dualpipe.schedule import (
     one_f_one_b,
     with_communication,
 )
+from dualpipe.simulate import simulate
 from dualpipe.validate import ScheduleError, four_channels, validate
 
 
@@ -76,6 +77,67 @@ def remove(cell):
 
 def duplicate(cell):
     return lambda actions: actions.append(parse(cell))
+
+
+def dependent_pairs(schedule, rank):
+    """Positions (i, j) in the list of a rank where something in j needs, directly or through others, what i makes."""
+    needs = {}
+    for actions in schedule.ranks:
+        for action in actions:
+            for part in action.compute:
+                source = None if part.kind is Kind.W else schedule.source(part)
+                forward, own = part.kind is Kind.F, (part.key, part.microbatch)
+                before = [] if forward else [("F" if part.kind is not Kind.W else "dX", *own)]
+                before += [] if source is None else [("F" if forward else "dX", source, part.microbatch)]
+                needs.setdefault(made(part), set()).update(before)
+    for _ in range(3 * schedule.num_stages):  # transitive closure; no chain of one microbatch is longer
+        for wanted in needs.values():
+            wanted.update(*(needs[item] for item in list(wanted)))
+    actions = schedule.ranks[rank]
+    return [
+        (i, j)
+        for i, first in enumerate(actions)
+        for j, second in enumerate(actions[i + 1 :], i + 1)
+        if any(made(a) in needs[made(b)] for a in first.compute for b in second.compute)
+    ]
+
+
+def made(part):
+    kind = {Kind.F: "F", Kind.W: "W"}.get(part.kind, "dX")
+    return kind, part.key, part.microbatch
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(most_ranks=4), st.data())
+def test_any_fault_is_refused(schedule, data):
+    """A dropped action, a doubled one, and two dependent ones in the wrong order; also with SEND and RECV."""
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    lowered = with_communication(schedule)
+    for form in (schedule, lowered):
+        index = data.draw(st.integers(0, len(form.ranks[rank]) - 1))
+        faults = [lambda actions, i=index: actions.pop(i), lambda actions, i=index: actions.insert(i, actions[i])]
+        for edit in faults:
+            with pytest.raises(ScheduleError, match="rank"):
+                validate(edited(form, rank, edit))
+    pairs = dependent_pairs(schedule, rank)
+    assert pairs
+    i, j = data.draw(st.sampled_from(pairs))
+
+    def swap_them(actions):
+        actions[i], actions[j] = actions[j], actions[i]
+
+    with pytest.raises(ScheduleError, match=r"rank \d+, position \d+"):
+        validate(edited(schedule, rank, swap_them))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_too_many_live_activations(name):
+    schedule = build(name, 4, 8)
+    most = max(simulate(schedule).peak_live)
+    validate(schedule, max_live=most)
+    with pytest.raises(ScheduleError, match=f"{most} live activations") as caught:
+        validate(schedule, max_live=most - 1)
+    assert schedule.ranks[caught.value.rank][caught.value.index].forward is not None
 
 
 BASE = dualpipev(3, 6)
