@@ -1,7 +1,8 @@
 """Bidirectional pipeline schedules: build, validate, simulate, draw, execute. Knows no MoE and no Megatron.
 
 Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device. The functions
-`validate.validate`, `simulate.simulate` and `compare.compare` are imported from their modules, whose names they share.
+`validate.validate`, `simulate.simulate`, `compare.compare` and `plan.plan` are imported from their modules, whose names
+they share.
 """
 
 # ruff: noqa: F401 - the imports under TYPE_CHECKING tell type checkers what __getattr__ returns
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dualpipe.module_stages import ModuleStages
     from dualpipe.p2p import Edge
     from dualpipe.pipeline import Pipeline, stages_of_rank
+    from dualpipe.plan import Plan, Workload
     from dualpipe.render import svg, text_grid
     from dualpipe.schedule import (
         Schedule,
@@ -49,6 +51,7 @@ _HOMES = {
     "module_stages": ("ModuleStages",),
     "p2p": ("Edge",),
     "pipeline": ("Pipeline", "stages_of_rank"),
+    "plan": ("Plan", "Workload"),
     "render": ("svg", "text_grid"),
     "schedule": (
         "Schedule",

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from comm_core.runtime.errors import MTMoEError, UsageError
-from dualpipe.compare import compare, report, table
+from dualpipe.compare import columns, compare, report, table
 from dualpipe.costs import parse as parse_costs
 from dualpipe.lists import read_csv
+from dualpipe.plan import Workload, plan
 from dualpipe.render import svg, text_grid
 from dualpipe.schedule import SCHEDULES, Schedule, build, with_communication
 from dualpipe.simulate import Durations, simulate
 from dualpipe.validate import validate
 
 _HOP = 0.25
+_PLAN = (
+    "Prints the schedules, numbers of microbatches and layers a stage that take least time and fit in memory. Costs "
+    "are for one layer and one sample."
+)
 _TITLES = {
     "dualpipe": "DualPipe",
     "dualpipev": "DualPipeV",
@@ -78,7 +84,36 @@ def _parser() -> _Parser:
     )
     checked.add_argument("file", type=Path, help="CSV, a row a rank")
     checked.add_argument("--max-live", type=int, metavar="N", help="most stage activations a rank may hold at once")
+    _add_plan(commands.add_parser("plan", help="choose a schedule", description=_PLAN))
     return parser
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, required=True, help="pipeline ranks P")
+    command.add_argument("--layers", type=int, required=True, help="layers without embedding and head")
+    command.add_argument("--samples", type=int, required=True, help="samples a step of one pipeline")
+    command.add_argument("--costs", default="FB=3", help="durations of a layer for one sample, as in simulate")
+    for name, costs in (("embedding", "F=0,I=0,W=0"), ("head", "F=0,I=0,W=0")):
+        command.add_argument(
+            f"--{name}", default=costs, metavar="COSTS", help=f"durations of the {name}, for one sample"
+        )
+    numbers = {
+        "overhead": "fixed time of every action",
+        "activation": "memory that a layer keeps for one sample",
+        "layer-memory": "memory of a layer's parameters, gradients and optimizer state",
+        "embedding-memory": "the same of the embedding",
+        "head-memory": "the same of the head",
+    }
+    for name, text in numbers.items():
+        default = 1.0 if name == "activation" else 0.0
+        command.add_argument(
+            f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default {default:g})"
+        )
+    command.add_argument("--memory", type=float, default=math.inf, metavar="X", help="most memory a rank may use")
+    command.add_argument("--schedules", help="names to choose from, with commas; all by default")
+    command.add_argument("--max-stages-per-rank", type=int, default=2, metavar="V", help="of the interleaved schedules")
+    command.add_argument("--top", type=int, default=5, metavar="N", help="choices to print (default 5)")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_sizes(command: argparse.ArgumentParser) -> None:
@@ -128,11 +163,11 @@ def _show(options: argparse.Namespace) -> str:
         return schedule.to_csv()
     if options.format == "text":
         return text_grid(schedule)
-    plan = simulate(schedule, Durations(hop=_HOP if options.comm else 0.0))
+    timed = simulate(schedule, Durations(hop=_HOP if options.comm else 0.0))
     title = f"{_TITLES[schedule.name]}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     if options.comm:
         title += f", a hop takes {_HOP:g} of a forward"
-    return svg(plan.blocks, num_ranks=schedule.num_ranks, title=title, unit="forwards of one stage")
+    return svg(timed.blocks, num_ranks=schedule.num_ranks, title=title, unit="forwards of one stage")
 
 
 def _simulate(options: argparse.Namespace) -> str:
@@ -178,11 +213,52 @@ def _validate(options: argparse.Namespace) -> str:
     )
 
 
+def _plan(options: argparse.Namespace) -> str:
+    nothing = Durations(F=0.0, I=0.0, W=0.0)
+    work = Workload(
+        layers=options.layers,
+        samples=options.samples,
+        layer=parse_costs(options.costs),
+        embedding=parse_costs(options.embedding, base=nothing),
+        head=parse_costs(options.head, base=nothing),
+        overhead=options.overhead,
+        activation=options.activation,
+        layer_memory=options.layer_memory,
+        embedding_memory=options.embedding_memory,
+        head_memory=options.head_memory,
+    )
+    plans = plan(
+        options.ranks,
+        work,
+        memory=options.memory,
+        schedules=options.schedules.split(",") if options.schedules else None,
+        max_stages_per_rank=options.max_stages_per_rank,
+    )[: max(1, options.top)]
+    if options.json:
+        return json.dumps([item.as_dict() for item in plans]) + "\n"
+    rows = [["schedule", "microbatches", "makespan", "bubble", "memory", "layers of the stages"]]
+    for item in plans:
+        name = item.schedule + (f" v={item.stages_per_rank}" if item.stages_per_rank else "")
+        layers = " ".join(map(str, item.layers))
+        rows.append(
+            [
+                name,
+                str(item.microbatches),
+                f"{item.makespan:.6g}",
+                f"{item.bubble_ratio:.1%}",
+                f"{max(item.memory):g}",
+                layers,
+            ]
+        )
+    return columns(rows)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "show": _show,
     "simulate": _simulate,
     "compare": _compare,
     "validate": _validate,
+    "plan": _plan,
 }
 
 

@@ -134,11 +134,11 @@ def compare(
 def table(reports: Sequence[Report], refused: dict[str, str]) -> str:
     """The reports as text, one a line, and below them what can not run."""
     slowest = next((item.makespan for item in reports if item.schedule == "1f1b"), 0.0)
-    rows = [("schedule", "makespan", "idle", "bubble", "peak activations", "parameters", "speed-up over 1f1b")]
+    rows = [["schedule", "makespan", "idle", "bubble", "peak activations", "parameters", "speed-up over 1f1b"]]
     for item in reports:
         low, high = min(item.peak_activations), max(item.peak_activations)
         rows.append(
-            (
+            [
                 item.schedule,
                 f"{item.makespan:.6g}",
                 f"{item.idle:.6g}",
@@ -146,9 +146,14 @@ def table(reports: Sequence[Report], refused: dict[str, str]) -> str:
                 f"{high:g}" if low == high else f"{low:g} to {high:g}",
                 f"{item.copies}x",
                 f"{slowest / item.makespan:.2f}" if slowest and item.makespan else "-",
-            )
+            ]
         )
+    lines = [f"{name}: not with these sizes ({reason})\n" for name, reason in refused.items()]
+    return columns(rows) + "".join(lines)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as text, the columns aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"{name}: not with these sizes ({reason})" for name, reason in refused.items()]
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
