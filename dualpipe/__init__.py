@@ -2,7 +2,8 @@
 
 Names are loaded at first use, so that looking at a schedule needs neither torch.distributed nor a device. The functions
 `validate.validate`, `simulate.simulate`, `compare.compare` and `plan.plan` are imported from their modules, whose names
-they share.
+they share. `WeightGradStore` is that of the upstream package (`compat`); a pipeline's own is
+`weight_grad.WeightGradStore`.
 """
 
 # ruff: noqa: F401 - the imports under TYPE_CHECKING tell type checkers what __getattr__ returns
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dualpipe.actions import Action, Kind, Payload, StageKey
     from dualpipe.blocks import Block, blocks_from_events
     from dualpipe.compare import Report, report
+    from dualpipe.compat import DualPipe, DualPipeV, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
     from dualpipe.costs import Durations, of_stages
     from dualpipe.executor import BackwardJob, Executor, ForwardJob, PipelineStateError, RunStats, StagePrograms
     from dualpipe.module_stages import ModuleStages
@@ -40,12 +42,13 @@ if TYPE_CHECKING:
     )
     from dualpipe.simulate import Simulation
     from dualpipe.validate import ScheduleError
-    from dualpipe.weight_grad import WeightGradStore, split_linear, split_weight_grads
+    from dualpipe.weight_grad import split_linear, split_weight_grads
 
 _HOMES = {
     "actions": ("Action", "Kind", "Payload", "StageKey"),
     "blocks": ("Block", "blocks_from_events"),
     "compare": ("Report", "report"),
+    "compat": ("DualPipe", "DualPipeV", "WeightGradStore", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"),
     "costs": ("Durations", "of_stages"),
     "executor": ("BackwardJob", "Executor", "ForwardJob", "PipelineStateError", "RunStats", "StagePrograms"),
     "module_stages": ("ModuleStages",),
@@ -71,7 +74,7 @@ _HOMES = {
     ),
     "simulate": ("Simulation",),
     "validate": ("ScheduleError",),
-    "weight_grad": ("WeightGradStore", "split_linear", "split_weight_grads"),
+    "weight_grad": ("split_linear", "split_weight_grads"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -10,7 +10,7 @@ does not wait for weights. In the lists a B is one action; the executor runs the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,6 +163,7 @@ class Executor:
         store: where the programs' layers defer their dW; a new one by default (`executor.store`).
         timeout: bound of every wait; `comm_core.runtime.env.timeout_seconds` by default.
         device: where tensors live; by default the CPU for gloo, else the current accelerator.
+        rank_mapping: place in the pipeline of each rank of the group; their own order by default.
 
     Construction and `run` are collective over the group. The microbatch count, the schedule and the programs may
     change from run to run. After an error in `run` the executor is closed, so that peers fail instead of waiting.
@@ -175,10 +176,11 @@ class Executor:
         store: WeightGradStore | None = None,
         timeout: timedelta | None = None,
         device: torch.device | None = None,
+        rank_mapping: Sequence[int] | None = None,
     ) -> None:
         self.store = WeightGradStore() if store is None else store
         limit = timedelta(seconds=env.timeout_seconds()) if timeout is None else timeout
-        self._p2p = PeerToPeer(group, timeout=limit, device=device)
+        self._p2p = PeerToPeer(group, timeout=limit, device=device, rank_mapping=rank_mapping)
         self.rank, self.num_ranks = self._p2p.rank, self._p2p.num_ranks
         self._plans: dict[int, _Plan] = {}
         self._closed = False

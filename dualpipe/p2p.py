@@ -16,7 +16,7 @@ and torch's watchdog ends the process when the timeout has passed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,12 +61,18 @@ class PeerToPeer:
         group: the pipeline's ranks, in pipeline order; None for a pipeline of one process without any group.
         timeout: bound of every wait.
         device: where the tensors live; by default the CPU for gloo, else the current accelerator.
+        rank_mapping: `rank_mapping[rank in the group]` is the rank in the pipeline; the same by default.
 
     Construction is collective over the group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, timeout: timedelta, device: torch.device | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout: timedelta,
+        device: torch.device | None = None,
+        rank_mapping: Sequence[int] | None = None,
     ) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -77,6 +83,10 @@ class PeerToPeer:
         self._global: list[int] = []
         if group is not None and self.num_ranks > 1:
             self._global = dist.get_process_group_ranks(group)
+            if rank_mapping is not None:
+                self.rank = rank_mapping[self.rank]
+                places = dict(zip(rank_mapping, self._global, strict=True))
+                self._global = [places[rank] for rank in range(self.num_ranks)]
             names = [(payload, way) for payload in Payload for way in ("down", "up")]
             self._groups = dict(zip(names, private_groups(group, len(names), timeout=timeout), strict=True))
             self._device = device or _device_of(group)

@@ -16,6 +16,7 @@ Three rules keep data-parallel gradient hooks right:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,6 +48,11 @@ class WeightGradQueue:
         """Takes every entry out; the queue is empty afterwards."""
         entries, self._entries = self._entries, []
         return entries
+
+
+def _nothing_to_deliver(closure: Callable[[], Any]) -> Sequence[Tensor]:
+    closure()
+    return ()
 
 
 class WeightGradStore:
@@ -111,6 +117,14 @@ class WeightGradStore:
         queue = WeightGradQueue()
         queue.add(weights, compute_dws)
         self.run(queue)
+
+    def put_closures(self, closures: Sequence[Callable[[], Any]]) -> None:
+        """Defers closures that add a gradient to its weight by themselves; hooks of the weight do not fire."""
+        for closure in closures:
+            if self._open is None:
+                closure()
+            else:
+                self._open.add((), functools.partial(_nothing_to_deliver, closure))
 
     def run(self, queue: WeightGradQueue) -> None:
         """Computes and delivers every dW of a queue, in the order they were put, and empties it.

@@ -18,6 +18,13 @@ HIDDEN, ROWS = 6, 2
 TOLERANCE = 1e-12
 
 
+def groups_of_four(rank: int) -> dict[int, Any]:
+    """The pipelines this rank is in: two of 2 ranks, one of 3 (ranks 1 to 3), one of 4."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    three = dist.new_group([1, 2, 3])
+    return {2: pairs[rank // 2], 4: dist.group.WORLD, **({3: three} if rank else {})}
+
+
 class Stage(nn.Module):
     """Uses one linear twice and remembers whether gradients of a backward may be reduced (`syncing`)."""
 

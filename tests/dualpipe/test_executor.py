@@ -32,19 +32,12 @@ from tests.dualpipe.pipelines import (
     Stage,
     check_hooks,
     criterion,
+    groups_of_four,
     make_stages,
     run_pipeline,
     serial,
     worst_error,
 )
-
-
-def groups_of_four(rank: int) -> dict[int, Any]:
-    """The pipelines this rank is in: two of 2 ranks, one of 3 (ranks 1 to 3), one of 4."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    three = dist.new_group([1, 2, 3])
-    return {2: pairs[rank // 2], 4: dist.group.WORLD, **({3: three} if rank else {})}
-
 
 CASES = [
     ("dualpipev", 2, [3, 5, 4]),
