@@ -138,11 +138,20 @@ def _refuse_unsupported(config: Any) -> None:
                 allowed=f"{name}={allowed!r} ({hint})",
                 fix="change the setting or keep Megatron's own MoELayer",
             )
-    if getattr(config, "expert_tensor_parallel_size", 1) not in (None, 1):
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UsageError(
-            f"expert_tensor_parallel_size={config.expert_tensor_parallel_size} with MTMoELayer",
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} without sequence_parallel with MTMoELayer",
+            allowed="sequence_parallel=True (each rank routes its own part of the sequence)",
+            fix="set sequence_parallel=True",
+        )
+
+
+def _refuse_expert_tensor_parallel(size: int) -> None:
+    if size != 1:
+        raise UsageError(
+            f"expert_tensor_parallel_size={size} with MTMoELayer",
             allowed="1",
-            fix="raise expert_model_parallel_size instead",
+            fix="set expert_tensor_parallel_size=1 and raise expert_model_parallel_size instead",
         )
 
 
@@ -162,6 +171,7 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
     ) -> None:
         _refuse_unsupported(config)
         pg_collection = pg_collection or get_default_pg_collection()
+        _refuse_expert_tensor_parallel(pg_collection.expt_tp.size())
         super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         self.token_dispatcher = MegatronDispatcher(config, pg_collection, buffer_for(pg_collection.ep))
 

@@ -115,7 +115,7 @@ def test_mistakes_of_one_setting(argv: list[str], expected: str) -> None:
         ({"model.num_dense_layers": 5}, 4, "model.num_dense_layers=5 with model.num_layers=4"),
         ({"model.hidden": 60}, 4, "model.hidden=60; allowed: a multiple of 8; use 64"),
         ({"model.qk_pos_emb_head_dim": 7}, 4, "model.qk_pos_emb_head_dim=7; allowed: an even number"),
-        ({"train.min_lr": 1.0}, 4, "train.min_lr=1.0 with train.lr=0.003"),
+        ({"train.min_lr": 1.0}, 4, "train.min_lr=1.0 with train.lr=0.006"),
     ],
 )
 def test_mistakes_of_several_settings(overrides: dict[str, object], world_size: int, expected: str) -> None:

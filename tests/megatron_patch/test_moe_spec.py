@@ -160,10 +160,16 @@ def test_lanes_from_a_dense_map() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("moe_shared_expert_overlap", True), ("moe_expert_capacity_factor", 1.5), ("expert_tensor_parallel_size", 2)],
+    ("settings", "given"),
+    [
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True"),
+        ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor=1.5"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 without sequence_parallel"),
+        ({}, "expert_tensor_parallel_size=2"),
+    ],
+    ids=str,
 )
-def test_unsupported_settings_are_refused(name: str, value: Any) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], given: str) -> None:
     import types
 
     import megatron_patch
@@ -173,5 +179,7 @@ def test_unsupported_settings_are_refused(name: str, value: Any) -> None:
     from megatron_patch.moe_spec import MTMoELayer
 
     megatron_patch.revert()
-    with pytest.raises(UsageError, match=f"{name}={value}"):
-        MTMoELayer(types.SimpleNamespace(**{name: value}))
+    config = types.SimpleNamespace(**{"tensor_model_parallel_size": 1, "sequence_parallel": False, **settings})
+    groups = types.SimpleNamespace(expt_tp=types.SimpleNamespace(size=lambda: 2))
+    with pytest.raises(UsageError, match=given):
+        MTMoELayer(config, pg_collection=groups)
