@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable (default: all)")
     parser.add_argument("--output", type=Path, help="write rows as JSON")
+    parser.add_argument("--commit", default=harness.commit(), help="what is measured, where there is no checkout")
     arguments = parser.parse_args()
     device = devices.local("auto")
     megatron_patch.apply(device.type)
@@ -131,7 +132,7 @@ def main() -> None:
                 f"ratio {row['ratio']:.2f}, distance {row['distance']:.1e}"
             )
         if arguments.output:
-            harness.write(arguments.output, device, rows)
+            harness.write(arguments.output, device, rows, commit_hash=arguments.commit)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ def median_ms(work: Callable[[], object], device: torch.device, *, repeats: int 
     return statistics.median(times)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, commit_hash: str) -> dict[str, Any]:
     """Machine, versions, date and commit of a measurement."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("megatron-core", "transformer-engine"):
@@ -47,25 +47,21 @@ def environment(device: torch.device) -> dict[str, Any]:
         "machine": f"{dist.get_world_size()} x {devices.name(device)}",
         "versions": versions,
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit_hash,
     }
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Short hash of the checked-out commit; "unknown" outside a checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
 
 
-def write(path: Path, device: torch.device, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, device: torch.device, rows: list[dict[str, Any]], *, commit_hash: str) -> None:
     """Writes rows with their environment as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**environment(device), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**environment(device, commit_hash), "rows": rows}, indent=1) + "\n")
