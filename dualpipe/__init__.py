@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualpipe.p2p import Edge
     from dualpipe.pipeline import Pipeline, stages_of_rank
     from dualpipe.plan import Plan, Workload
-    from dualpipe.render import svg, text_grid
+    from dualpipe.render import chrome_trace, svg, text_grid
     from dualpipe.schedule import (
         Schedule,
         build,
@@ -55,7 +55,7 @@ _HOMES = {
     "p2p": ("Edge",),
     "pipeline": ("Pipeline", "stages_of_rank"),
     "plan": ("Plan", "Workload"),
-    "render": ("svg", "text_grid"),
+    "render": ("chrome_trace", "svg", "text_grid"),
     "schedule": (
         "Schedule",
         "build",

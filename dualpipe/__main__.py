@@ -18,7 +18,7 @@ from dualpipe.compare import columns, compare, report, table
 from dualpipe.costs import parse as parse_costs
 from dualpipe.lists import read_csv
 from dualpipe.plan import Workload, plan
-from dualpipe.render import svg, text_grid
+from dualpipe.render import chrome_trace, svg, text_grid
 from dualpipe.schedule import SCHEDULES, Schedule, build, with_communication
 from dualpipe.simulate import Durations, simulate
 from dualpipe.validate import validate
@@ -53,7 +53,10 @@ def _parser() -> _Parser:
     show = commands.add_parser("show", help="print a schedule", description="Prints a schedule.")
     _add_schedule(show)
     show.add_argument(
-        "--format", choices=("text", "csv", "svg"), default="text", help="text grid, CSV (a row a rank), SVG"
+        "--format",
+        choices=("text", "csv", "svg", "trace"),
+        default="text",
+        help="text grid, CSV (a row a rank), SVG, Chrome trace (a forward is 1 ms)",
     )
     show.add_argument("--comm", action="store_true", help="with SEND and RECV")
     show.add_argument("--output", type=Path, help="file to write; standard output by default")
@@ -157,13 +160,15 @@ def _build(options: argparse.Namespace) -> Schedule:
 
 
 def _show(options: argparse.Namespace) -> str:
-    """The schedule in one format. The picture takes F = I = W = 1, B = 2, FB = 3, and a hop of 0.25 with --comm."""
+    """The schedule in one format. Picture and trace: F = I = W = 1, B = 2, FB = 3, and a hop of 0.25 with --comm."""
     schedule = with_communication(_build(options)) if options.comm else _build(options)
     if options.format == "csv":
         return schedule.to_csv()
     if options.format == "text":
         return text_grid(schedule)
     timed = simulate(schedule, Durations(hop=_HOP if options.comm else 0.0))
+    if options.format == "trace":
+        return chrome_trace(timed.blocks)
     title = f"{_TITLES[schedule.name]}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     if options.comm:
         title += f", a hop takes {_HOP:g} of a forward"

@@ -9,9 +9,10 @@ import pytest
 
 import dualpipe
 from dualpipe.__main__ import main
+from dualpipe.blocks import blocks_from_events
 from dualpipe.lists import read_csv
 from dualpipe.schedule import SCHEDULES, build, dualpipev, from_csv, with_communication
-from dualpipe.simulate import simulate
+from dualpipe.simulate import Durations, simulate
 
 
 def show(capsys, *arguments):
@@ -34,6 +35,9 @@ def test_formats(capsys, tmp_path):
     assert len(text.splitlines()) == 67
     _, csv, _ = show(capsys, *sizes, "--format", "csv", "--comm")
     assert from_csv(csv, like=dualpipev(4, 10)) == with_communication(dualpipev(4, 10))
+    _, trace, _ = show(capsys, *sizes, "--format", "trace", "--comm")
+    planned = simulate(with_communication(dualpipev(4, 10)), Durations(hop=0.25)).blocks
+    assert blocks_from_events(json.loads(trace)["traceEvents"]) == list(planned)
     target = tmp_path / "v.svg"
     status, nothing, _ = show(capsys, *sizes, "--format", "svg", "--output", str(target))
     assert (status, nothing) == (0, "")

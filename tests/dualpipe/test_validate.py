@@ -19,7 +19,7 @@ from dualpipe.schedule import (
     one_f_one_b,
     with_communication,
 )
-from dualpipe.simulate import simulate
+from dualpipe.simulate import Durations, simulate
 from dualpipe.validate import ScheduleError, four_channels, validate
 
 
@@ -38,12 +38,18 @@ def per_pair(payload, source, target):
     return payload, source, target
 
 
-@settings(max_examples=30, deadline=None)
-@given(schedules())
-def test_every_schedule_validates_in_every_form(schedule):
-    for form in (schedule, with_communication(schedule), merge_backward(schedule), forward_only(schedule)):
+COST = st.floats(0.1, 4.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(schedules(most_ranks=16), COST, COST, COST, COST, st.floats(0, 2))
+def test_every_schedule_validates_in_every_form_and_ends_for_any_costs(schedule, f, i, w, fb, hop):
+    for form in (with_communication(schedule), merge_backward(schedule), forward_only(schedule)):
         validate(form)
         validate(form, per_pair)
+    result = simulate(schedule, Durations(F=f, I=i, W=w, FB=fb, hop=hop))
+    assert len(result.blocks) == sum(map(len, schedule.ranks))
+    assert result.makespan >= max(result.busy) and 0 <= result.bubble_ratio < 1
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 9), ("1f1b", 4, 6)])
