@@ -12,7 +12,10 @@ from comm_core.backends.base import Backend
 from comm_core.runtime.errors import UsageError
 
 # In order of preference; imported when chosen.
-_BACKENDS = {"collective": "comm_core.backends.collective:CollectiveBackend"}
+_BACKENDS = {
+    "collective": "comm_core.backends.collective:CollectiveBackend",
+    "posix": "comm_core.backends.posix:PosixBackend",
+}
 
 
 def names() -> tuple[str, ...]:

@@ -53,5 +53,9 @@ class CommTimeoutError(CommError, TimeoutError):
     """A bounded wait ended without an answer; the message names operation, rank and peers."""
 
 
+class PeerTimeout(CommTimeoutError):
+    """A rank of the group did not answer in time or its process has ended; the message names it."""
+
+
 class ClosedError(MTMoEError, RuntimeError):
     """A buffer or pipeline was used after close()."""
