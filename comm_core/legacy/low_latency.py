@@ -1,0 +1,270 @@
+"""The low-latency calls: blocks of fixed size an expert, weights applied in combine, receive hooks.
+
+Each (token, expert) pair is a row of its own, so that combine can weigh it: the token's rank multiplies each returned
+row by its weight and adds them up in lane order, fp32, unfused, one rounding. On the transport a lane is a token with
+one expert. Shapes are fixed by num_max_dispatch_tokens_per_rank; rows that nothing arrived for are 0.
+
+The host waits for the counts in low_latency_dispatch; rows move behind it. Any number of results may be outstanding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comm_core.event import EventHandle, EventOverlap
+from comm_core.handle import EPHandle
+from comm_core.legacy import blocks, checks_low_latency
+from comm_core.legacy import config as configs
+from comm_core.legacy.blocks import BlockHandle, Blocks
+from comm_core.legacy.checks_low_latency import CombineArgs, DispatchArgs
+from comm_core.legacy.members import Members, fill_status
+from comm_core.legacy.quantize import cast_rows
+from comm_core.legacy.transport import Transport
+
+Hook = Callable[[], None]
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class LowLatency:
+    """Base of Buffer: the low-latency calls and the ranks they run on.
+
+    Args:
+        transport: of the whole group.
+        group: that group.
+        enable_shrink: a rank that fails in a call is masked and the call repeated without it; calls then wait.
+        timeout, backend: of transports over fewer ranks.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: dist.ProcessGroup,
+        enable_shrink: bool,
+        timeout: float | None,
+        backend: str,
+    ) -> None:
+        self._transport, self._waits = transport, enable_shrink
+        self._members = Members(transport, group, enable_shrink, timeout, backend)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that two outstanding low-latency results take; a Buffer of any size works."""
+        return configs.low_latency_size(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, BlockHandle, EventOverlap, Hook | None]:
+        """Sends each token to its experts; each local expert gets a block of num_ranks * max rows.
+
+        Args:
+            x: [T, hidden], bf16 (fp16 and fp32 too), contiguous, T at most the bound.
+            topk_idx: int64 [T, num_topk], global ids, -1 masked, none twice in a row.
+            num_max_dispatch_tokens_per_rank: bound of tokens a rank, the same on all.
+            num_experts: global number, a multiple of the ranks.
+            cumulative_local_expert_recv_stats: int32 [L], the rows of each local expert are added to it.
+            dispatch_wait_recv_cost_stats: int64 [R], microseconds from this call until the rows were there are added
+                (one number for all sources: the transports do not tell them apart). CPU tensors only.
+            use_fp8: rows arrive as FP8 with a scale per 128 columns.
+            round_scale: scales are powers of two.
+            use_ue8m0: scales are exponents, four in an int32; needs round_scale.
+            async_finish: return at once; wait for the event.
+            return_recv_hook: return at once; call the hook before reading. Not both.
+
+        Returns:
+            recv_x [L, R * max, hidden], or (FP8, scales [L, R * max, ceil(hidden / 128)] fp32, or int32 with a quarter
+            of the columns; stride 1 along the rows); recv_count int32 [L]; the handle; the event; the hook or None.
+
+        Raises:
+            UsageError, CommError, CommTimeoutError, ClosedError: as Buffer.dispatch.
+        """
+        args = DispatchArgs(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
+        )  # fmt: skip
+        start = time.monotonic()
+        recv_x, counts, handle, event = self._members.attempt(lambda transport: self._dispatch(transport, args, start))
+        return recv_x, counts, handle, *_ending(event, async_finish, return_recv_hook)
+
+    def low_latency_combine(  # noqa: D417 (some arguments are described together)
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: BlockHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Brings rows back: the sum of weight times row over the lanes of each token.
+
+        Args:
+            x: [L, R * max, hidden], bf16 (fp16 and fp32 too), contiguous; the blocks of the dispatch.
+            topk_idx: int64 [T, num_topk] of the dispatch; lanes that are -1 here are left out.
+            topk_weights: fp32 [T, num_topk].
+            handle: of that dispatch.
+            use_logfmt: permission to compress rows on the way; not used, rows travel as they are.
+            zero_copy: the rows are those of get_next_low_latency_combine_buffer; x gives their shape.
+            async_finish, return_recv_hook: as in low_latency_dispatch.
+            out: [T, hidden] of x's dtype, where the result goes.
+            combine_wait_recv_cost_stats: as in low_latency_dispatch.
+
+        Returns:
+            [T, hidden] of x's dtype; 0 for tokens without any lane; the event; the hook or None.
+
+        Raises: as low_latency_dispatch.
+        """
+        args = CombineArgs(
+            x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+            combine_wait_recv_cost_stats,
+        )  # fmt: skip
+        start = time.monotonic()
+        result, event = self._members.attempt(lambda transport: self._combine(transport, args, start))
+        return result, *_ending(event, async_finish, return_recv_hook)
+
+    def get_next_low_latency_combine_buffer(self, handle: BlockHandle) -> torch.Tensor:
+        """[L, R * max, hidden] bf16 to be filled and sent by the next combine of `handle` with zero_copy=True."""
+        height, num_local = handle[0].shape[1], handle[0].shape[0]
+        handle.staged = handle[0].new_zeros(num_local, height, handle[3], dtype=torch.bfloat16)
+        return handle.staged
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Waits for all ranks; there is nothing to clean, the calls share no memory with others."""
+        configs.low_latency_size(num_max_dispatch_tokens_per_rank, hidden, self._transport.num_ranks, num_experts)
+        self._members.attempt(lambda transport: transport.spread([0]))
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leaves a rank out of the low-latency calls (mask=True) or takes it in again.
+
+        From the next call on; every rank that is left must set the same mask. Needs enable_shrink.
+        """
+        self._members.mask(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fills int32 [R] with 1 for masked ranks (by call or by failure) and 0 for the others."""
+        self._members.need_shrink()
+        checks_low_latency.status(mask_status, self._transport.num_ranks)
+        fill_status(self._members.masked, mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Takes every rank in again; after a failure the connections of all ranks stay broken."""
+        self._members.need_shrink()
+        self._members.masked.clear()
+
+    def _close(self) -> None:
+        self._members.close()
+
+    def _dispatch(
+        self, transport: Transport, args: DispatchArgs, start: float
+    ) -> tuple[Rows, torch.Tensor, BlockHandle, EventHandle]:
+        num_ranks = self._transport.num_ranks
+        transport.checked(lambda: args.check(self._transport.elastic._limits))
+        num_local, num_topk = args.num_experts // num_ranks, args.topk_idx.shape[1]
+        height = num_ranks * args.bound
+        ids = blocks.lane_ids(args.topk_idx, self._members.ranks, num_ranks, num_local)
+        ep = transport.elastic.prepare(
+            ids, num_experts=num_local * transport.num_ranks, num_max_tokens_per_rank=args.bound * num_topk
+        )
+        sent = cast_rows(args.x.detach(), args.round_scale, args.use_ue8m0) if args.use_fp8 else (args.x.detach(),)
+        repeated = [item.repeat_interleave(num_topk, dim=0) for item in sent]
+        got, event = transport.send(ep, repeated[0], repeated[1:])
+        place = blocks.blocks_of(ep, self._members.ranks, num_ranks, height)
+        recv_x = got[0].new_zeros(num_local, height, got[0].shape[1])
+        outs = [recv_x]
+        if len(got) > 1:
+            # Scales are read along the rows: that is the dimension of stride 1.
+            outs.append(got[1].new_zeros(num_local, got[1].shape[1], height).transpose(1, 2))
+        handle = self._handle_of(args, ep, place, height)
+        counts = place.counts.to(recv_x.device)
+
+        def settle() -> None:
+            rows = place.flat.to(recv_x.device)
+            for out, item in zip(outs, got, strict=True):
+                _raw(out)[rows // height, rows % height] = _raw(item)
+            if args.stats is not None:
+                args.stats.add_(counts)
+            _add_cost(args.cost, start)
+
+        event = transport.then(settle, event, [*outs, *got])
+        self._settle(event)
+        return (outs[0], outs[1]) if args.use_fp8 else recv_x, counts, handle, event
+
+    def _handle_of(self, args: DispatchArgs, ep: EPHandle, place: Blocks, height: int) -> BlockHandle:
+        device, num_topk = args.x.device, args.topk_idx.shape[1]
+        src_info = torch.full((place.counts.shape[0] * height,), -1, dtype=torch.int32)
+        src_info[place.flat] = (ep.layout.recv_token.cpu() // num_topk).to(torch.int32)
+        fields = (src_info.view(-1, height).to(device), place.layout_range.to(device))
+        handle = BlockHandle((*fields, args.bound, args.x.shape[1], args.num_experts))
+        handle.ep, handle.topk_idx, handle.number = ep, args.topk_idx.clone(), self._members.number
+        handle.owner, handle.staged = self._members, None
+        return handle
+
+    def _combine(self, transport: Transport, args: CombineArgs, start: float) -> tuple[torch.Tensor, EventHandle]:
+        transport.checked(lambda: args.check(self._transport.device, self._members))
+        handle, members = args.handle, self._members
+        num_topk, hidden = handle.topk_idx.shape[1], handle[3]
+        num_local, height = handle[0].shape
+        ep = handle.ep
+        if handle.number != members.number:
+            ids = blocks.lane_ids(handle.topk_idx, members.ranks, self._transport.num_ranks, num_local)
+            ep = transport.elastic.prepare(
+                ids, num_experts=num_local * transport.num_ranks, num_max_tokens_per_rank=handle[2] * num_topk
+            )
+        source = handle.staged if args.zero_copy else args.x.detach()
+        where = blocks.flat_rows(ep, members.ranks, handle[1], height).to(source.device)
+        back, event = transport.bring(ep, source.reshape(-1, hidden)[where])
+        out = back.new_empty(back.shape[0] // num_topk, hidden) if args.out is None else args.out
+        weights = args.topk_weights.detach().masked_fill(args.topk_idx < 0, 0)
+
+        def settle() -> None:
+            rows, total = back.view(-1, num_topk, hidden), torch.zeros_like(out, dtype=torch.float32)
+            for lane in range(num_topk):
+                total += rows[:, lane].float() * weights[:, lane : lane + 1]
+            out.copy_(total)
+            _add_cost(args.cost, start)
+
+        event = transport.then(settle, event, [back, out, weights])
+        self._settle(event)
+        return out, event
+
+    def _settle(self, event: EventHandle) -> None:
+        """Where failures are to be found and repaired, a call ends when its work has."""
+        if self._waits:
+            event.synchronize()
+
+
+def _ending(event: EventHandle, async_finish: bool, return_recv_hook: bool) -> tuple[EventOverlap, Hook | None]:
+    """The event and the hook that a call returns."""
+    if return_recv_hook:
+        return EventOverlap(), event.current_stream_wait
+    return Transport.finish(event, async_finish), None
+
+
+def _raw(rows: torch.Tensor) -> torch.Tensor:
+    """FP8 rows as bytes: not every operation knows the type."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+
+
+def _add_cost(stats: Any, start: float) -> None:
+    if stats is not None:
+        stats += int((time.monotonic() - start) * 1e6)
