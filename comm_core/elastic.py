@@ -293,7 +293,10 @@ class ElasticBuffer:
         settings |= {"buffer": self._limits.buffer_id, "num_topk": topk_idx.shape[1]}
         topk_idx = topk_idx.detach()
         kept = torch.empty_like(topk_idx) if do_handle_copy else topk_idx
-        job = LayoutJob(op, settings, topk_idx, kept, (as_handle(previous_event) or EventHandle(self.device),))
+        given = as_handle(previous_event)
+        # The copy's memory is the current stream's: it may be written only behind what that stream still does with it.
+        here = EventHandle(self.device) if given is None or do_handle_copy else None
+        job = LayoutJob(op, settings, topk_idx, kept, (given, here))
         return EPHandle(
             do_expand=bool(settings["do_expand"]),
             num_experts=settings["num_experts"],

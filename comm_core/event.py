@@ -172,10 +172,13 @@ class CommQueue:
     Args:
         device: where the work runs.
         name: name of the thread.
+        uses: for a host queue (`device` is the CPU), an accelerator that its functions compute on: the thread has it
+            as its current device and a stream of its own there, so that no work lands on the caller's stream.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, *, uses: torch.device | None = None) -> None:
         self.device = device
+        self._uses = None if uses is None or uses.type == "cpu" else uses
         self._closed = self._dropping = False
         self._stream: Any = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -237,6 +240,15 @@ class CommQueue:
             return context
         return contextlib.nullcontext()
 
+    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """For the thread of a host queue: a new thread begins on device 0 and its default stream."""
+        if self._uses is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = devices.use_stream(
+            self._uses, devices.new_stream(self._uses, priority=-1)
+        )
+        return context
+
     def close(self, timeout: float, *, drop: bool = False) -> bool:
         """Ends the thread after the work already queued; later submits raise ClosedError. Idempotent.
 
@@ -257,7 +269,7 @@ class CommQueue:
         return True
 
     def _work(self) -> None:
-        with torch.no_grad():
+        with self._own_stream(), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 if self._dropping:
                     job.future.set_exception(ClosedError("the comm queue was closed before this work began"))

@@ -7,18 +7,21 @@ nobody stands still until the numbers are needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from comm_core.event import EventHandle
-from comm_core.layout import RecvPlan, SendPlan, align, moved
+from comm_core.layout import RecvPlan, SendPlan, align
+from comm_core.runtime import device as devices
 
 
 @dataclass(frozen=True, eq=False)
 class RankLayout:
     """The complete layout of one handle on one rank, as the count exchange left it.
+
+    Tensors live on the buffer's device and are complete: the exchange has waited for them, no stream needs to.
 
     Attributes:
         send: the sending side.
@@ -40,14 +43,6 @@ class RankLayout:
     recv_splits: list[int]
     expert_counts: list[int]
     number: int
-    _elsewhere: dict[torch.device, tuple[SendPlan, RecvPlan]] = field(default_factory=dict, repr=False)
-
-    def on(self, device: torch.device) -> tuple[SendPlan, RecvPlan]:
-        """Both plans on `device`, copied once."""
-        plans = self._elsewhere.get(device)
-        if plans is None:
-            plans = self._elsewhere.setdefault(device, (moved(self.send, device), moved(self.recv, device)))
-        return plans
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +160,14 @@ class EPHandle:
         """
         layout = self.layout
         recv = layout.recv
-        src_rank = torch.repeat_interleave(torch.arange(self.num_ranks), recv.recv_counts)
-        lanes = torch.arange(self.num_topk).expand_as(recv.local_idx)
+        device = recv.local_idx.device
+        src_rank = torch.repeat_interleave(torch.arange(self.num_ranks, device=device), recv.recv_counts)
+        lanes = torch.arange(self.num_topk, device=device).expand_as(recv.local_idx)
         last = torch.where(recv.local_idx >= 0, lanes, -1).amax(1)
         rows = recv.expand_row if self.do_expand else torch.full_like(recv.expand_row, -1)
         head = torch.stack([src_rank * layout.token_stride + layout.recv_token, src_rank * self.num_topk + last], dim=1)
-        return torch.cat([head, rows], dim=1).to(device=self.topk_idx.device, dtype=torch.int32)
+        devices.keep_for_current_stream(recv.recv_counts, recv.local_idx, recv.expand_row, layout.recv_token)
+        return torch.cat([head, rows], dim=1).to(torch.int32)
 
     @property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
@@ -183,7 +180,8 @@ class EPHandle:
         first = send.send_counts.cumsum(0) - send.send_counts
         slot = send.send_row - first[send.dst_rank.clamp_min(0)]
         slots = (self.rank * layout.token_stride + slot).masked_fill(~send.is_last_lane, -1)
-        return slots.to(device=self.topk_idx.device, dtype=torch.int32)
+        devices.keep_for_current_stream(send.send_counts, send.send_row, send.dst_rank, send.is_last_lane)
+        return slots.to(torch.int32)
 
     def _int32(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.topk_idx.device)

@@ -13,8 +13,7 @@ expert-major with start_{e+1} = align(start_e + count_e) and, inside an expert, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -77,9 +76,6 @@ class RecvPlan:
     expand_lane: torch.Tensor
     gap_rows: torch.Tensor
     reduce_terms: Terms
-
-
-PlanT = TypeVar("PlanT", SendPlan, RecvPlan)
 
 
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> UsageError | None:
@@ -194,17 +190,8 @@ def plan_recv(
     )
 
 
-def moved(plan: PlanT, device: torch.device) -> PlanT:
-    """The same plan with its tensors on `device`; itself where they are there already."""
-    values = {item.name: getattr(plan, item.name) for item in fields(plan)}
-    if all(value.device == device for value in values.values() if isinstance(value, torch.Tensor)):
-        return plan
-    return replace(plan, **{name: _moved_value(value, device) for name, value in values.items()})
-
-
-def _moved_value(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved_value(item, device) for item in value)
-    return value
+def tensors_of(plan: SendPlan | RecvPlan) -> list[torch.Tensor]:
+    """All tensors of a plan, for whoever must keep their memory."""
+    values = [getattr(plan, item.name) for item in fields(plan)]
+    found = [value for value in values if isinstance(value, torch.Tensor)]
+    return found + [tensor for value in values if isinstance(value, tuple) for pair in value for tensor in pair]

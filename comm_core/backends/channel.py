@@ -109,7 +109,7 @@ class Channel:
             )
         except RuntimeError as error:
             raise self._translated("building private groups", error) from error
-        self.control_queue = CommQueue(torch.device("cpu"), f"ep-comm-{self.rank}")
+        self.control_queue = CommQueue(torch.device("cpu"), f"ep-comm-{self.rank}", uses=device)
         self.data_queue = self.control_queue if device.type == "cpu" else CommQueue(device, f"ep-data-{self.rank}")
 
     @classmethod

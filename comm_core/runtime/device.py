@@ -108,6 +108,13 @@ def use_stream(device: torch.device, stream: Any) -> Any:
     return accelerator(device.type).stream(stream)
 
 
+def keep_for_current_stream(*tensors: torch.Tensor) -> None:
+    """Memory made on another stream is not reused before the current stream's work up to now; nothing on the CPU."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(current_stream(tensor.device))
+
+
 def new_event(device: torch.device, *, timing: bool = False) -> Any:
     """An unrecorded event of an accelerator."""
     return accelerator(device.type).Event(enable_timing=timing)
@@ -117,6 +124,12 @@ def synchronize(device: torch.device) -> None:
     """Waits until the work issued to `device` is done; nothing to do on the CPU."""
     if device.type != "cpu":
         accelerator(device.type).synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Waits until the work of the current stream of `device` is done; nothing to do on the CPU."""
+    if device.type != "cpu":
+        current_stream(device).synchronize()
 
 
 def current() -> torch.device:

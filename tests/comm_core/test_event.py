@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 
 from comm_core import EventHandle, EventOverlap
 from comm_core.event import CommQueue, as_handle
+from comm_core.runtime import device as devices
 from comm_core.runtime.errors import ClosedError, CommError, UsageError
 
 CPU = torch.device("cpu")
@@ -79,6 +81,23 @@ def test_failures_reach_everyone_who_depends(queue: CommQueue) -> None:
     free.synchronize()
     assert ran == [3]
     assert [str(error) for error in noted] == ["planted", "planted"]
+
+
+def test_a_host_queue_computes_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[tuple[str, object]] = []
+
+    @contextlib.contextmanager
+    def use_stream(device: torch.device, stream: object) -> Iterator[None]:
+        entered.append((threading.current_thread().name, (device.type, stream)))
+        yield
+        entered.append((threading.current_thread().name, "left"))
+
+    monkeypatch.setattr(devices, "use_stream", use_stream)
+    monkeypatch.setattr(devices, "new_stream", lambda device, priority: f"stream {priority}")
+    queue = CommQueue(CPU, "with stream", uses=torch.device("meta"))
+    assert queue.submit(lambda: list(entered)).result() == [("with stream", ("meta", "stream -1"))]
+    assert queue.close(5.0)
+    assert entered[1:] == [("with stream", "left")]
 
 
 def test_waiting_leaves_other_threads_running(queue: CommQueue) -> None:

@@ -135,10 +135,10 @@ def test_align(value: int, alignment: int, wanted: int) -> None:
     assert layout.align(value, alignment) == wanted
 
 
-def test_moved_keeps_every_value() -> None:
-    plan = layout.plan_send(torch.tensor([[0, 3], [2, -1]]), 4, 2)
-    meta = layout.moved(plan, torch.device("meta"))
-    assert layout.moved(plan, torch.device("cpu")) is plan
-    assert meta.send_token.device.type == "meta"
-    assert meta.send_token.shape == plan.send_token.shape
-    assert [rows.device.type for term in meta.return_terms for rows in term] == ["meta"] * 2 * len(plan.return_terms)
+def test_every_tensor_of_a_plan_is_listed() -> None:
+    send = layout.plan_send(torch.tensor([[0, 3], [2, -1]]), 4, 2)
+    listed = layout.tensors_of(send)
+    assert len(listed) == 5 + 2 * len(send.return_terms)
+    assert all(any(tensor is item for item in listed) for term in send.return_terms for tensor in term)
+    recv = layout.plan_recv(torch.tensor([[0, 1]]), torch.tensor([1, 0]), 4, 0, 1)
+    assert len(layout.tensors_of(recv)) == 8 + 2 * len(recv.reduce_terms)

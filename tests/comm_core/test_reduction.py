@@ -35,6 +35,9 @@ def test_sums_equal_a_loop(dtype: torch.dtype, num_bias: int, block: int, monkey
         out = torch.full((num_lines, 16), 7.0, dtype=dtype)
         reduction.ordered_sum_into(out, rows, layout.terms_of(index), biases)
         assert torch.equal(out, _by_loop(rows, index, biases))
+        if not biases:  # the way of accelerators, on the CPU
+            reduction.sum_in_place(out.fill_(7.0), rows, layout.terms_of(index))
+            assert torch.equal(out, _by_loop(rows, index, biases))
 
 
 def test_the_order_is_seen() -> None:
