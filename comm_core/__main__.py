@@ -1,6 +1,7 @@
 """`python -m comm_core doctor [--json]`: what this machine offers, which backends can be used, and why not.
 
-The doctor never raises: a probe that fails becomes a line of the report.
+The doctor never raises: a probe that fails becomes a line of the report. `python -m comm_core bench` measures dispatch
+and combine of the backends that can be used (bench.py).
 """
 
 from __future__ import annotations
@@ -107,13 +108,47 @@ def _section(title: str, values: Any, show: Callable[[Any], str]) -> list[str]:
     return [f"{title:<12}{name}: {value if isinstance(value, str) else show(value)}" for name, value in values.items()]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+def _bench(options: argparse.Namespace) -> int:
+    from comm_core import bench
+    from comm_core.runtime.errors import MTMoEError
+
+    settings = bench.Settings(**{name: getattr(options, name) for name in bench.Settings.__dataclass_fields__})
+    try:
+        rows = bench.measure(settings)
+    except MTMoEError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"rows": rows}) if options.json else bench.table(settings, rows))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from comm_core.runtime import device
+
     parser = argparse.ArgumentParser(prog="python -m comm_core", description="Expert-parallel communication core.")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what this machine offers and which backends can be used")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
+    bench = commands.add_parser("bench", help="dispatch and combine of every usable backend, and a plain all-to-all")
+    bench.add_argument("--device", choices=device.KINDS, default="cpu", help="where the tokens live")
+    bench.add_argument("--ranks", type=int, default=2, help="processes")
+    bench.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
+    bench.add_argument("--hidden", type=int, default=2048, help="elements a token")
+    bench.add_argument("--topk", type=int, default=4, help="experts a token")
+    bench.add_argument("--experts", type=int, default=16, help="experts of all ranks together")
+    bench.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    bench.add_argument("--repeats", type=int, default=20, help="round trips the medians are taken of")
+    bench.add_argument("--warmup", type=int, default=3, help="round trips before those")
+    bench.add_argument("--seed", type=int, default=0, help="of the random tokens and ids")
+    for command in (doctor, bench):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    options = _parser().parse_args(arguments)
+    if options.command == "bench":
+        return _bench(options)
     report = examine()
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))
     return 0
