@@ -203,6 +203,7 @@ class PosixBackend(CollectiveBackend):
             self._wait_epilogue(job)
             rows = _returns(shared, 0, plans, self.rank)
             terms = tuple((lines, rows[indices]) for lines, indices in send.return_terms)
+            segment.prefer_large_pages(job.out_x)
             ordered_sum_into(job.out_x, shared.rows(job.x), terms, job.biases)
             if job.out_weights is None or weights is None:
                 return
@@ -250,6 +251,7 @@ def _select_into(out: torch.Tensor, source: torch.Tensor, index: torch.Tensor, g
     """out[i] = source[index[i]], 0 in the gaps and everywhere where there is nothing to read."""
     if out.numel() == 0:
         return
+    segment.prefer_large_pages(out)
     if source.shape[0] == 0 or bool(index[0] < 0):
         out.zero_()
         return
