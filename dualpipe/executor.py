@@ -242,20 +242,28 @@ class _Run:
 
     def execute(self) -> RunStats:
         for action, sends in self.plan.steps:
-            with _span(action):
-                if action.kind is Kind.RECV:
-                    self._recv(action)
-                elif action.kind is Kind.W:
-                    self._weights(action)
-                elif action.compute:
-                    self._compute(action)
-                for send in sends:
-                    self._send(send)
-                if action.backward is not None and action.backward.kind is Kind.B:
-                    self._weights(action.backward)
+            try:
+                with _span(action):
+                    self._perform(action, sends)
+            except Exception as error:
+                work = ", ".join(f"{a.kind} of stage {a.stage}, microbatch {a.microbatch}" for a in action.compute)
+                error.add_note(f"in {action} on pipeline rank {self.p2p.rank}" + (f" ({work})" if work else ""))
+                raise
         self.p2p.finish()
         self._check_empty()
         return RunStats(peak_live=self.peak_live)
+
+    def _perform(self, action: Action, sends: tuple[Action, ...]) -> None:
+        if action.kind is Kind.RECV:
+            self._recv(action)
+        elif action.kind is Kind.W:
+            self._weights(action)
+        elif action.compute:
+            self._compute(action)
+        for send in sends:
+            self._send(send)
+        if action.backward is not None and action.backward.kind is Kind.B:
+            self._weights(action.backward)
 
     def _recv(self, action: Action) -> None:
         assert action.payload is not None
@@ -266,6 +274,16 @@ class _Run:
     def _send(self, action: Action) -> None:
         assert action.payload is not None
         tensor = self.outbox.pop((action.payload, action.key, action.microbatch))
+        target = self.schedule.target(action)
+        assert target is not None
+        edge = self.programs.edge(action.payload, target, action.microbatch)
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(edge.shape), edge.dtype):
+            # The receiver could only wait for the right number of bytes, or misread them.
+            raise UsageError(
+                f"{action} on pipeline rank {self.p2p.rank} with {tuple(tensor.shape)} {tensor.dtype}",
+                allowed=f"{tuple(edge.shape)} {edge.dtype}, what `edge` says of it",
+                fix=f"return such a tensor from stage {action.stage}, or correct the edge",
+            )
         with _span(action):
             self.p2p.send(action, self.schedule.peer(action), tensor)
 

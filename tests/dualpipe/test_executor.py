@@ -59,6 +59,9 @@ CASES = [
     ("interleaved", 3, [7, 1]),
     ("interleaved_pairs", 2, [5]),
     ("interleaved_pairs", 4, [6]),
+    ("1f1b", 3, [5]),
+    ("zb1p", 3, [4]),
+    ("zbh2", 2, [5]),
 ]
 THREE_STAGES_A_RANK = [("interleaved", 4, [7]), ("interleaved_pairs", 3, [4])]
 

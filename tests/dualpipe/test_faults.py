@@ -1,0 +1,127 @@
+"""What goes wrong on one rank ends every rank within the timeout, with stage, microbatch and action in the error."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dualpipe.executor import Executor
+from dualpipe.module_stages import ModuleStages
+from dualpipe.p2p import Edge
+from dualpipe.schedule import build
+from tests.dist import RankFailure, run_ranks
+
+RANKS, COUNT, TIMEOUT = 3, 6, 20.0
+
+
+class Faulty(nn.Module):
+    """A linear stage whose second forward or backward goes wrong."""
+
+    def __init__(self, fault: str | None) -> None:
+        super().__init__()
+        self.linear, self.fault, self.calls = nn.Linear(4, 4), fault, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        if self.calls != 2 or self.fault is None:
+            return y
+        if self.fault == "forward":
+            raise ZeroDivisionError("planted")
+        if self.fault == "backward":
+            y.register_hook(self._fail)
+        if self.fault == "exit":
+            os._exit(9)
+        return {"shape": y[:, :3], "dtype": y.double()}.get(self.fault, y)
+
+    @staticmethod
+    def _fail(_: Tensor) -> None:
+        raise ZeroDivisionError("planted in the backward")
+
+
+def one_step(rank: int, fault: str) -> str:
+    """Runs zbv with the fault in stage 1; gives the whole report of this rank's error, its notes included."""
+    schedule = build("zbv", RANKS, COUNT)
+    if fault == "deadlock":
+        swapped = list(schedule.ranks[1])
+        swapped[0], swapped[-1] = swapped[-1], swapped[0]
+        schedule = replace(schedule, ranks=(schedule.ranks[0], tuple(swapped), schedule.ranks[2]))
+    modules = {key: Faulty(fault if key.stage == 1 else None) for key in schedule.stages_of(rank)}
+    data = {i: [torch.randn(2, 4)] for i in range(COUNT)}
+    stages = ModuleStages(
+        modules,
+        num_stages=schedule.num_stages,
+        edge=lambda payload, key, microbatch: Edge((2, 4), torch.float32, torch.device("cpu")),
+        inputs=data,
+        labels={},
+        criterion=lambda output: output.square().sum(),
+    )
+    executor = Executor(dist.group.WORLD, timeout=timedelta(seconds=TIMEOUT))
+    if fault == "exit":
+        executor.run(schedule, stages)  # the errors of the others are told by run_ranks
+    try:
+        executor.run(schedule, stages)
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error))
+    return "no error"
+
+
+FAULTS = ["forward", "backward", "shape", "dtype", "deadlock"]
+
+
+def every_fault(rank: int) -> dict[str, tuple[str, float]]:
+    found = {}
+    for fault in FAULTS:
+        dist.barrier()
+        start = time.monotonic()
+        found[fault] = one_step(rank, fault), time.monotonic() - start
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(RANKS, every_fault, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("forward", ["ZeroDivisionError: planted", "in 1F1 on pipeline rank 1 (F of stage 1, microbatch 1)"]),
+        ("backward", ["planted in the backward", "in 1I1 on pipeline rank 1 (I of stage 1, microbatch 1)"]),
+        ("shape", ["UsageError: 1SEND_F1 on pipeline rank 1 with (2, 3) torch.float32; allowed: (2, 4) torch.float32"]),
+        ("dtype", ["UsageError: 1SEND_F1 on pipeline rank 1 with (2, 4) torch.float64"]),
+    ],
+)
+def test_the_rank_at_fault_names_the_action_and_the_others_name_what_they_waited_for(found, fault, words):
+    for rank, answers in enumerate(found):
+        text, seconds = answers[fault]
+        assert seconds < TIMEOUT
+        if rank == 1:
+            assert all(word in text for word in words), text
+        else:
+            assert "CommError" in text and f"on pipeline rank {rank} failed with pipeline rank" in text, text
+            assert "RECV_" in text or "SEND_" in text
+
+
+def test_a_list_that_can_not_end_is_refused_on_every_rank_before_anything_is_sent(found):
+    for answers in found:
+        text, seconds = answers["deadlock"]
+        assert "ScheduleError: rank 1, position 0, " in text and seconds < TIMEOUT
+
+
+def test_a_rank_that_dies():
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(RANKS, one_step, "exit", timeout=90)
+    text = str(caught.value)
+    assert time.monotonic() - start < 90
+    assert "--- rank 1: no answer (exit code 9)" in text
+    assert text.count("CommError: ") == 2 and "on pipeline rank 0 failed with pipeline rank 1" in text
