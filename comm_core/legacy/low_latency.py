@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comm_core import fp8
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
 from comm_core.legacy import blocks, checks_low_latency
@@ -23,7 +24,6 @@ from comm_core.legacy import config as configs
 from comm_core.legacy.blocks import BlockHandle, Blocks
 from comm_core.legacy.checks_low_latency import CombineArgs, DispatchArgs
 from comm_core.legacy.members import Members, fill_status
-from comm_core.legacy.quantize import cast_rows
 from comm_core.legacy.transport import Transport
 
 Hook = Callable[[], None]
@@ -185,7 +185,9 @@ class LowLatency:
         ep = transport.elastic.prepare(
             ids, num_experts=num_local * transport.num_ranks, num_max_tokens_per_rank=args.bound * num_topk
         )
-        sent = cast_rows(args.x.detach(), args.round_scale, args.use_ue8m0) if args.use_fp8 else (args.x.detach(),)
+        sent: tuple[torch.Tensor, ...] = (args.x.detach(),)
+        if args.use_fp8:
+            sent = fp8.per_token_cast(args.x.detach(), round_scale=args.round_scale, packed=args.use_ue8m0)
         repeated = [item.repeat_interleave(num_topk, dim=0) for item in sent]
         got, event = transport.send(ep, repeated[0], repeated[1:])
         place = blocks.blocks_of(ep, self._members.ranks, num_ranks, height)
