@@ -1,0 +1,1 @@
+"""The buffers by the upstream module names."""
