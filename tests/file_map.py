@@ -1,6 +1,6 @@
-"""Writes the file map of CONTRIBUTING.md: the first line of each module's docstring. `make format` runs it.
+"""Writes the file map of CONTRIBUTING.md: the first line of each module's docstring.
 
-python -m tests.file_map
+`make format` runs it as `python -m tests.file_map`; tests/test_readme.py compares.
 """
 
 from __future__ import annotations
