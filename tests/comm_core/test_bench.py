@@ -13,7 +13,7 @@ from comm_core import bench
 from comm_core.backends import registry
 from comm_core.runtime.errors import CommError, UsageError
 
-SMALL = "bench --tokens 40 --hidden 64 --topk 2 --experts 4 --repeats 3 --warmup 1".split()
+SMALL = ["bench", "--tokens=40", "--hidden=64", "--topk=2", "--experts=4", "--repeats=3", "--warmup=1"]
 
 
 def test_json_has_a_row_for_every_backend_and_the_plain_way(capsys: pytest.CaptureFixture[str]) -> None:
