@@ -19,7 +19,7 @@ KINDS = ("cpu", "cuda", "musa")
 # What has been run where; the doctor prints it.
 STATUS = {
     "cpu": "verified: every test runs on CPU processes with gloo",
-    "cuda": "the same code over NCCL, unverified until the tests marked gpu have run on your devices",
+    "cuda": "the same code over NCCL, verified on two H200 of one host; EP kernels of our own are not there yet",
     "musa": "prepared for torch_musa with MCCL, never run",
 }
 _COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
