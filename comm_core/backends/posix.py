@@ -26,6 +26,7 @@ import torch.distributed as dist
 from comm_core.backends.base import MoveJob
 from comm_core.backends.channel import Channel
 from comm_core.backends.collective import CollectiveBackend
+from comm_core.backends.dense_sum import DenseSum, pays
 from comm_core.backends.reduction import ordered_sum_into
 from comm_core.handle import RankLayout
 from comm_core.runtime import trace
@@ -149,6 +150,7 @@ class PosixBackend(CollectiveBackend):
         self.rank, self.num_ranks = channel.rank, channel.num_ranks
         self.buffer_id = channel.next_buffer_id()
         self.queue = channel.data_queue
+        self._sum = DenseSum()
 
     @staticmethod
     def why_not(kind: str) -> str | None:
@@ -193,18 +195,22 @@ class PosixBackend(CollectiveBackend):
         given = [job.x] if weights is None else [job.x, weights]
 
         def fill(views: list[torch.Tensor]) -> None:
+            views[0][num_rows:].zero_()
             if handle.do_expand:
-                ordered_sum_into(views[0], job.x, recv.reduce_terms)
-                _copy(given[1:])(views[1:])
+                ordered_sum_into(views[0][:num_rows], job.x, recv.reduce_terms)
             else:
-                _copy(given)(views)
+                views[0][:num_rows].copy_(job.x)
+            _copy(given[1:])(views[1:])
 
         def read(shared: Shared) -> None:
             self._wait_epilogue(job)
             rows = _returns(shared, 0, plans, self.rank)
             terms = tuple((lines, rows[indices]) for lines, indices in send.return_terms)
             segment.prefer_large_pages(job.out_x)
-            ordered_sum_into(job.out_x, shared.rows(job.x), terms, job.biases)
+            if not job.biases and pays(terms, job.out_x.shape[0]):
+                self._sum.into(job.out_x, shared.rows(job.x), terms, shared.bases[self.rank][0] + num_rows)
+            else:
+                ordered_sum_into(job.out_x, shared.rows(job.x), terms, job.biases)
             if job.out_weights is None or weights is None:
                 return
             rows = _picked(_returns(shared, 1, plans, self.rank), send.send_row.view(-1)).view(send.send_row.shape)
@@ -213,7 +219,8 @@ class PosixBackend(CollectiveBackend):
             job.out_weights.masked_fill_(send.send_row < 0, 0)
 
         starts = [0, *accumulate(plans.recv_splits)][:-1]
-        tables = [(num_rows, item) for item in given]
+        # A row of zeros follows the rows, for tokens with fewer answers than others.
+        tables = [(num_rows + (item is job.x), item) for item in given]
         num_bytes = sum(num_rows * item[:1].nbytes for item in given)
         with trace.span("combine", "ep", lane="ep", num_tokens=job.out_x.shape[0], bytes=num_bytes):
             self._channel.share(f"{job.op} (rows)", tables, fill, read, starts)
