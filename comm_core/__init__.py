@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from comm_core.elastic import ElasticBuffer
     from comm_core.event import EventHandle, EventOverlap
     from comm_core.handle import EPHandle
+    from comm_core.legacy import Buffer, Config
     from comm_core.validate import topk_idx_t
 
 # Resolved at first use, so that importing comm_core.runtime or comm_core.layout loads nothing else.
 _WHERE = {
+    "Buffer": ("comm_core.legacy", "Buffer"),
+    "Config": ("comm_core.legacy", "Config"),
     "ElasticBuffer": ("comm_core.elastic", "ElasticBuffer"),
     "EPHandle": ("comm_core.handle", "EPHandle"),
     "EventHandle": ("comm_core.event", "EventHandle"),
@@ -20,7 +23,7 @@ _WHERE = {
     "topk_idx_t": ("comm_core.validate", "topk_idx_t"),
 }
 
-__all__ = ["EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]
 
 
 def __getattr__(name: str) -> Any:

@@ -240,7 +240,7 @@ class Buffer(LowLatency):
             x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
         )
         transport = self._transport
-        transport.checked(lambda: args.check(transport.device, transport.elastic._limits.buffer_id))
+        transport.checked(lambda: args.check(transport.device, transport.elastic._limits.buffer_id), "combine")
         num_rows = handle.ep.num_recv_tokens
         out, event = transport.bring(
             handle.ep,

@@ -222,7 +222,7 @@ class LowLatency:
         return handle
 
     def _combine(self, transport: Transport, args: CombineArgs, start: float) -> tuple[torch.Tensor, EventHandle]:
-        transport.checked(lambda: args.check(self._transport.device, self._members))
+        transport.checked(lambda: args.check(self._transport.device, self._members), "combine")
         handle, members = args.handle, self._members
         num_topk, hidden = handle.topk_idx.shape[1], handle[3]
         num_local, height = handle[0].shape

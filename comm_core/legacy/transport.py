@@ -75,16 +75,16 @@ class Transport:
         self.rank, self.num_ranks, self.device = self.elastic.rank, self.elastic.num_ranks, self.elastic.device
         self._everywhere: EPHandle | None = None
 
-    def checked(self, check: Callable[[], object]) -> None:
-        """Runs a check; a mistake it finds raises on every rank."""
+    def checked(self, check: Callable[[], object], op: str = "dispatch") -> None:
+        """Runs a check of a call ("dispatch" or "combine"); a mistake it finds raises on every rank."""
         problem = problem_of(check)
         if problem is not None:
-            self.refuse(problem)
+            self.refuse(problem, op)
 
-    def refuse(self, problem: UsageError) -> NoReturn:
+    def refuse(self, problem: UsageError, op: str = "dispatch") -> NoReturn:
         """Raises a mistake of this rank on every rank."""
         self.elastic._check_open()
-        self.elastic._backend.refuse("dispatch", problem)
+        self.elastic._backend.refuse(op, problem)
 
     def spread(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, one line a rank; as many on each, within 64 bits."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm_core.backends import registry
 from comm_core.legacy import Buffer, Config, routing
 from comm_core.runtime.errors import ClosedError, CommError, UsageError
 from tests.comm_core import legacy_cases as cases
@@ -200,14 +201,14 @@ def _check_combine(
     bad.need(torch.allclose(home.double(), total, rtol=2**-7, atol=2**-7), "identity")
 
 
-def _everything(rank: int, seed: int) -> list[str]:
+def _everything(rank: int, backend: str, seed: int) -> list[str]:
     wrong: list[str] = []
     for ranks in GROUPS:
         group = dist.new_group(ranks)
         if rank not in ranks:
             continue
         rng, num_ranks = random.Random(seed + len(ranks)), len(ranks)
-        buffer = Buffer(group, 1 << 20, num_cpu_timeout_secs=30)
+        buffer = Buffer(group, 1 << 20, num_cpu_timeout_secs=30, backend=backend)
         for index in range(8):
             num_local = rng.choice((1, 2, 5))
             tokens = tuple(rng.choice((0, 1, 5, 9, 14)) for _ in ranks) if index else (0,) * num_ranks
@@ -233,8 +234,9 @@ def _everything(rank: int, seed: int) -> list[str]:
     return wrong
 
 
-def test_layout_dispatch_combine_and_handles(fresh_random_data: int) -> None:
-    assert run_ranks(4, _everything, fresh_random_data, timeout=150.0) == [[]] * 4
+@pytest.mark.parametrize("backend", registry.names())
+def test_layout_dispatch_combine_and_handles(backend: str, fresh_random_data: int) -> None:
+    assert run_ranks(4, _everything, backend, fresh_random_data, timeout=150.0) == [[]] * 4
 
 
 def _planted(rank: int, seed: int) -> int:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from comm_core import fp8
+from comm_core.backends import registry
+from comm_core.deep_ep.utils.math import calc_diff
 from comm_core.legacy import Buffer, low_latency
 from comm_core.runtime.errors import CommError, UsageError
 from tests.comm_core import legacy_cases as cases
@@ -76,8 +78,24 @@ def _round_trip(buffer: Buffer, world: World, form: dict[str, bool], rng: random
             good &= not _bytes(part[expert, len(pairs) :]).any()
         bad += [] if good else [f"expert {expert}: {int(counts[expert])} rows of {len(pairs)}"]
     bad += [] if kind != "sync" or bool((cost > 0).all()) else ["wait costs"]
+    bad += _same_tokens_home(buffer, world, handle, parts, left)
     bad += _combine(buffer, world, handle, rng, left)
     return [f"rank {rank}/{num_ranks} of {left}: {what} with {form}, {kind}" for what in bad]
+
+
+def _same_tokens_home(buffer: Buffer, world: World, handle: Any, parts: Any, left: list[int]) -> list[str]:
+    """Experts that return what they got: each token times the sum of its weights, within the format's error."""
+    rank, height, hidden = buffer.rank, handle[0].shape[1], handle[3]
+    rows = parts[0].reshape(-1, hidden)
+    if len(parts) > 1:
+        rows = fp8.per_token_cast_back(rows, parts[1].reshape(rows.shape[0], -1))
+    y = rows.view(world.num_local, height, hidden)
+    got = buffer.low_latency_combine(y, world.ids[rank], world.weights[rank], handle)[0]
+    owners = world.ids[rank].div(world.num_local, rounding_mode="floor").masked_fill(world.ids[rank] < 0, -1)
+    weights = world.weights[rank].masked_fill(~torch.isin(owners, torch.tensor(left)), 0)
+    wanted = world.x[rank].float() * weights.sum(1, keepdim=True)
+    limit = 1e-5 if len(parts) == 1 else 9e-4
+    return [] if calc_diff(got, wanted) < limit else [f"tokens changed by {calc_diff(got, wanted)}"]
 
 
 def _combine(buffer: Buffer, world: World, handle: Any, rng: random.Random, left: list[int]) -> list[str]:
@@ -123,14 +141,14 @@ def _world(rng: random.Random, num_ranks: int) -> World:
     return cases.draw(rng.randrange(2**31), tokens, hidden, num_topk, num_local, torch.bfloat16, rng.choice((0.0, 0.2)))
 
 
-def _everything(rank: int, seed: int) -> list[str]:
+def _everything(rank: int, backend: str, seed: int) -> list[str]:
     wrong: list[str] = []
     for ranks in GROUPS:
         group = dist.new_group(ranks)
         if rank not in ranks:
             continue
         rng = random.Random(seed + len(ranks))
-        buffer = Buffer(group, low_latency_mode=True, num_cpu_timeout_secs=30)
+        buffer = Buffer(group, low_latency_mode=True, num_cpu_timeout_secs=30, backend=backend)
         for form in FORMATS:
             wrong += _round_trip(buffer, _world(rng, len(ranks)), form, rng, list(range(len(ranks))))
         buffer.clean_low_latency_buffer(BOUND, 64, 8 * len(ranks))
@@ -204,17 +222,19 @@ def _misuse(buffer: Buffer, rng: random.Random) -> list[str]:
     return wrong + ([] if torch.allclose(fewer.float(), wanted, rtol=2**-6, atol=2**-6) else ["a lane left out"])
 
 
-def test_dispatch_and_combine(fresh_random_data: int) -> None:
-    assert run_ranks(4, _everything, fresh_random_data, timeout=150.0) == [[]] * 4
+@pytest.mark.parametrize("backend", registry.names())
+def test_dispatch_and_combine(backend: str, fresh_random_data: int) -> None:
+    assert run_ranks(4, _everything, backend, fresh_random_data, timeout=150.0) == [[]] * 4
 
 
 # The call at which a rank stops taking part.
 FAILS = {"dispatch": 1, "combine": 3, "clean": 2}
 
 
-def _lose_ranks(rank: int, seed: int) -> list[str]:
+def _lose_ranks(rank: int, backend: str, seed: int) -> list[str]:
     """Ranks stop without a word, one at each kind of call; the others go on and know who is missing."""
-    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True, num_cpu_timeout_secs=8)
+    options: dict[str, Any] = {"num_cpu_timeout_secs": 8, "backend": backend}
+    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True, **options)
     rng, status = random.Random(seed), torch.full((4,), -1, dtype=torch.int32)
     wrong = _round_trip(buffer, _world(rng, 4), FORMATS[1], rng, [0, 1, 2, 3])
     world = _world(rng, 4)
@@ -243,8 +263,9 @@ def _lose_ranks(rank: int, seed: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ranks_that_stop_are_masked(fresh_random_data: int) -> None:
-    assert run_ranks(4, _lose_ranks, fresh_random_data, timeout=120.0) == [[]] * 4
+@pytest.mark.parametrize("backend", registry.names())
+def test_ranks_that_stop_are_masked(backend: str, fresh_random_data: int) -> None:
+    assert run_ranks(4, _lose_ranks, backend, fresh_random_data, timeout=120.0) == [[]] * 4
 
 
 def _mask_by_hand(rank: int, seed: int) -> list[str]:
