@@ -11,15 +11,16 @@ cached dispatch later, so that no host wait stands between the two.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from comm_core import validate
+from comm_core import sizes, validate
 from comm_core.backends import registry
-from comm_core.backends.base import LayoutJob, MoveJob
-from comm_core.event import EventHandle, EventOverlap, as_handle
+from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
+from comm_core.operations import Operations, Rows
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import ClosedError
@@ -37,14 +38,17 @@ class ElasticBuffer:
     Args:
         group: ranks that share the experts; expert e lives on rank e // (num_experts / num_ranks). It bootstraps
             private groups and is not used afterwards. None means the default group.
-        num_bytes: accepted for DeepEP's callers; a backend without a buffer of its own needs none.
+        num_bytes: size of the buffer, a multiple of 2 MiB; a call that needs more raises on every rank. None with
+            `num_max_tokens_per_rank` and `hidden`: their `get_buffer_size_hint`; else without bound. The backends here
+            take memory as they need it, the number is what calls are held to, so that they fit elsewhere too.
         num_cpu_bytes: only 0.
         num_max_tokens_per_rank: default bound of tokens a rank; 0 for none.
-        hidden, num_topk: sizes the buffer is planned for; other sizes work too where a backend has no buffer.
-        use_fp8_dispatch: only False.
+        hidden, num_topk: largest sizes of a call; 0 for no bound.
+        use_fp8_dispatch: the size hint counts FP8 rows with scales; FP8 and others may be sent either way.
         deterministic: accepted; the order is always (source rank, token).
         allow_hybrid_mode: accepted; this group is one level.
-        allow_multiple_reduction: only True: expanded rows are added up on their rank first.
+        allow_multiple_reduction: expanded rows of a token are added up on their rank first; with False every row
+            crosses, all are added up in one fp32 sum in lane order, rounded once.
         prefer_overlap_with_compute, sl_idx, num_allocated_qps, num_gpu_timeout_secs: hints for other transports.
         num_cpu_timeout_secs: bound of every wait in seconds; EP_CPU_TIMEOUT_SECS or 300 by default.
         explicitly_destroy: accepted; a buffer is always closed explicitly.
@@ -54,6 +58,8 @@ class ElasticBuffer:
     Attributes:
         rank, rank_idx: this rank in the group.
         num_ranks: size of the group.
+        num_bytes: as given or as follows from the sizes, 0 without bound.
+        num_scaleout_ranks, scaleout_rank_idx, num_scaleup_ranks, scaleup_rank_idx: 1, 0, num_ranks, rank.
 
     Raises:
         UsageError: an option the backend does not have, on the ranks that asked for it.
@@ -83,15 +89,10 @@ class ElasticBuffer:
         device: torch.device | str | None = None,
     ) -> None:
         self._closed = True  # until the backend exists
-        for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_bytes", num_bytes or 0)):
+        for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_allocated_qps", num_allocated_qps)):
             validate.whole(name, value, least=0)
         bound = validate.whole("num_max_tokens_per_rank", num_max_tokens_per_rank, least=0)
-        if num_cpu_bytes or use_fp8_dispatch or not allow_multiple_reduction:
-            raise validate.unsupported(
-                f"num_cpu_bytes={num_cpu_bytes}, use_fp8_dispatch={use_fp8_dispatch}, "
-                f"allow_multiple_reduction={allow_multiple_reduction}",
-                "num_cpu_bytes=0, use_fp8_dispatch=False, allow_multiple_reduction=True",
-            )
+        validate.buffer_bytes(num_bytes, num_cpu_bytes)
         self.group = validate.member_of(group)
         timeout = env.timeout_seconds() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
         if device is None:
@@ -99,12 +100,36 @@ class ElasticBuffer:
         self._backend = registry.create(backend, self.group, devices.indexed(device), timeout)
         self.rank = self.rank_idx = self._backend.rank
         self.num_ranks, self.device = self._backend.num_ranks, self._backend.device
-        self.num_max_tokens_per_rank = bound
-        able, number = self._backend.capabilities, self._backend.buffer_id
-        self._limits = Limits(
-            self.device, self.num_ranks, number, bound, able.dtypes, able.hidden_multiple, able.worst_case_outputs
-        )
+        self.num_scaleout_ranks, self.scaleout_rank_idx = 1, 0
+        self.num_scaleup_ranks, self.scaleup_rank_idx = self.num_ranks, self.rank
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
+        self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps, explicitly_destroy
+        self.num_max_tokens_per_rank, self.num_bytes = bound, num_bytes or 0
+        if num_bytes is None and bound and hidden:
+            self.num_bytes = sizes.buffer_bytes(
+                bound, hidden, num_topk, self.num_ranks,
+                use_fp8_dispatch=use_fp8_dispatch, multiple_reduction=allow_multiple_reduction,
+            )  # fmt: skip
+        self._limits = self._limits_of(num_bytes, (hidden, num_topk))
+        self._operations = Operations(self._backend, self._limits, allow_multiple_reduction)
         self._closed = False
+
+    def _limits_of(self, num_bytes: int | None, sizes_given: tuple[int, int]) -> Limits:
+        able = self._backend.capabilities
+        return Limits(
+            device=self.device,
+            num_ranks=self.num_ranks,
+            buffer_id=self._backend.buffer_id,
+            num_max_tokens_per_rank=self.num_max_tokens_per_rank,
+            dtypes=able.dtypes,
+            hidden_multiple=able.hidden_multiple,
+            worst_case_outputs=able.worst_case_outputs,
+            fp8=able.fp8,
+            num_bytes=num_bytes,
+            sizes=sizes_given,
+            multiple_reduction=self.allow_multiple_reduction,
+        )
 
     def prepare(
         self,
@@ -143,7 +168,7 @@ class ElasticBuffer:
         )
         if problem is not None:
             self._backend.refuse("prepare", problem)
-        return self._start(
+        return self._operations.start(
             "prepare",
             topk_idx,
             {
@@ -153,12 +178,12 @@ class ElasticBuffer:
                 "num_max_tokens_per_rank": bound,
             },
             previous_event,
-            do_handle_copy,
+            copy=do_handle_copy,
         )
 
     def dispatch(  # noqa: D417 (most arguments are those of prepare)
         self,
-        x: torch.Tensor,
+        x: Rows,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
@@ -178,23 +203,30 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """Sends each token to the ranks of its experts: n rows arrive here, in (source rank, token) order.
 
         With do_expand one row per (token, local expert) comes out, expert-major, alignment gaps zero. Arguments not
-        named here are as in `prepare`; FP8, statistics and do_cpu_sync=False are not supported here.
+        named here are as in `prepare`.
 
         Args:
-            x: [num_tokens, hidden], bf16, fp16, fp32 or fp64, contiguous.
+            x: [num_tokens, hidden], bf16, fp16, fp32 or fp64, contiguous; or (data, scales): FP8 data, scales fp32 or
+                int32 [num_tokens, any number of columns] with any strides (`comm_core.fp8` makes both).
             topk_weights: fp32 or fp64 [num_tokens, num_topk].
+            cumulative_local_expert_recv_stats: int32 [num_local_experts], real counts are added; not with a handle.
             num_sms, num_qps: hints for backends with kernels.
             previous_event, previous_event_before_epilogue: the transfer, what follows it here, wait for these.
             async_with_compute_stream: return before the rows are there; wait for the event before reading them.
             allocate_on_comm_stream: outputs belong to the comm stream (accelerators).
-            handle: send along a known routing decision (a cached dispatch); its settings may be left out.
+            handle: of a known routing decision (a cached dispatch); its settings may be left out.
+            do_cpu_sync: False gives outputs the shape of the worst case, which follows from num_max_tokens_per_rank,
+                instead of waiting for the counts: see `EPHandle.static_bound`. (On accelerators the collective backend
+                still reads its counts on the host.)
+            do_zero_padding: with do_expand, where gaps are always zero.
+            use_tma_aligned_col_major_sf: received scales lie column by column (`fp8.empty_column_major`).
 
         Returns:
-            recv_x; recv_topk_idx int64 [n, num_topk], local ids, -1 elsewhere (None with do_expand);
+            recv_x, or (data, scales); recv_topk_idx int64 [n, num_topk], local ids, -1 elsewhere (None with do_expand);
             recv_topk_weights [n, num_topk] as sent, or one weight a row with do_expand (None without weights); the
             handle; the event, empty for a synchronous call.
 
@@ -254,6 +286,60 @@ class ElasticBuffer:
         """An event at the current point of the current stream."""
         return EventHandle()
 
+    def get_comm_stream(self) -> Any:
+        """The stream that moves data; None on the CPU, where a thread does."""
+        return self._backend.queue.stream
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Returns when all ranks are here and the work each issued before is done. Collective.
+
+        Args:
+            use_comm_stream: accepted; both the current stream and the comm stream are waited for.
+            with_cpu_sync: accepted; the host always waits.
+            sequential: accepted.
+        """
+        self._check_open()
+        self._backend.barrier().synchronize()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """`num_bytes` for these sizes, a multiple of 2 MiB (formula: `comm_core.sizes`). Does not communicate."""
+        for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
+            validate.whole(name, value)
+        validate.whole("num_topk", num_topk, least=0)
+        num_ranks = dist.get_world_size(validate.member_of(group))
+        return sizes.buffer_bytes(
+            num_max_tokens_per_rank, hidden, num_topk, num_ranks,
+            use_fp8_dispatch=use_fp8_dispatch, multiple_reduction=allow_multiple_reduction,
+        )  # fmt: skip
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *speeds: float, **named: float) -> int:
+        """A value for `num_sms`: 0, automatic. No backend here runs kernels of its own, so there is none to count.
+
+        Args:
+            num_experts: not used.
+            num_topk: not used.
+            *speeds: DeepEP's link speeds; not used.
+            **named: the same by name.
+        """
+        return 0
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """A value for `num_qps`: 0, automatic, as in `get_theoretical_num_sms`."""
+        return 0
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(scale-out ranks, scale-up ranks): the group is one level."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
     def close(self) -> None:
         """Waits for the work queued and for the other ranks, then frees groups and threads. Collective, idempotent."""
         if not self._closed:
@@ -280,107 +366,21 @@ class ElasticBuffer:
         if self._closed:
             raise ClosedError("this ElasticBuffer is closed; build a new one on every rank of its group")
 
-    def _start(
-        self,
-        op: str,
-        topk_idx: torch.Tensor,
-        settings: dict[str, int],
-        previous_event: Event | None,
-        do_handle_copy: bool,
-        num_sms: int = 0,
-    ) -> EPHandle:
-        """Starts a count exchange with checked arguments."""
-        settings |= {"buffer": self._limits.buffer_id, "num_topk": topk_idx.shape[1]}
-        topk_idx = topk_idx.detach()
-        kept = torch.empty_like(topk_idx) if do_handle_copy else topk_idx
-        given = as_handle(previous_event)
-        # The copy's memory is the current stream's: it may be written only behind what that stream still does with it.
-        here = EventHandle(self.device) if given is None or do_handle_copy else None
-        job = LayoutJob(op, settings, topk_idx, kept, (given, here))
-        return EPHandle(
-            do_expand=bool(settings["do_expand"]),
-            num_experts=settings["num_experts"],
-            expert_alignment=settings["expert_alignment"],
-            topk_idx=kept,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            num_sms=num_sms,
-            buffer_id=self._limits.buffer_id,
-            event=self._backend.start_layout(job),
-        )
-
     def _dispatch(
         self, args: DispatchArgs
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, EPHandle, EventHandle]:
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventHandle]:
         self._check_open()
-        op = "dispatch" if args.handle is None else "cached dispatch"
         problem = validate.problem_of(lambda: args.check(self._limits))
         if problem is not None:
-            self._backend.refuse(op, problem)
-        x, weights = args.x.detach(), None if args.topk_weights is None else args.topk_weights.detach()
-        settings = self._settings_of(x, weights)
-        handle: EPHandle = args.handle
-        if args.handle is None:
-            bound = self.num_max_tokens_per_rank if args.bound is None else args.bound
-            settings |= {"num_experts": args.num_experts, "expert_alignment": args.expert_alignment or 1}
-            settings |= {"do_expand": int(args.do_expand), "num_max_tokens_per_rank": bound}
-            handle = self._start(op, args.topk_idx, settings, args.previous_event, args.do_handle_copy, args.num_sms)
-        num_rows = handle.num_recv_rows  # waits for the counts; raises on all ranks where their exchange failed
-        settings |= {"handle": handle.number}
-        lanes = (num_rows, handle.num_topk)
-        with self._backend.queue.allocating(args.allocate_on_comm_stream):
-            out_x = x.new_empty(num_rows, x.shape[1])
-            out_idx = None if handle.do_expand else handle.topk_idx.new_empty(lanes)
-            out_weights = None if weights is None else weights.new_empty(lanes[:1] if handle.do_expand else lanes)
-        event = self._backend.dispatch(
-            MoveJob(
-                op=op,
-                settings=None if args.handle is None else settings,
-                handle=handle,
-                x=x,
-                weights=weights,
-                out_x=out_x,
-                out_idx=out_idx,
-                out_weights=out_weights,
-                after=(as_handle(args.previous_event),),
-                before_epilogue=as_handle(args.previous_event_before_epilogue),
-            )
-        )
-        return out_x, out_idx, out_weights, handle, event
+            self._backend.refuse("dispatch" if args.handle is None else "cached dispatch", problem)
+        return self._operations.dispatch(args)
 
     def _combine(self, args: CombineArgs) -> tuple[torch.Tensor, torch.Tensor | None, EventHandle]:
         self._check_open()
         problem = validate.problem_of(lambda: args.check(self._limits))
         if problem is not None:
             self._backend.refuse("combine", problem)
-        x, weights = args.x.detach(), None if args.topk_weights is None else args.topk_weights.detach()
-        handle: EPHandle = args.handle
-        with self._backend.queue.allocating(args.allocate_on_comm_stream):
-            out_x = x.new_empty(handle.num_tokens, x.shape[1])
-            out_weights = None if weights is None else weights.new_empty(handle.num_tokens, handle.num_topk)
-        event = self._backend.combine(
-            MoveJob(
-                op="combine",
-                settings=self._settings_of(x, weights) | {"handle": handle.number, "num_bias": len(args.biases)},
-                handle=handle,
-                x=x,
-                weights=weights,
-                biases=[item.detach() for item in args.biases],
-                out_x=out_x,
-                out_weights=out_weights,
-                after=(as_handle(args.previous_event),),
-                before_epilogue=as_handle(args.previous_event_before_epilogue),
-            )
-        )
-        return out_x, out_weights, event
-
-    def _settings_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> dict[str, int]:
-        return {
-            "buffer": self._limits.buffer_id,
-            "hidden": x.shape[1],
-            "dtype": self._limits.dtypes.index(x.dtype),
-            "topk_weights": -1 if weights is None else self._limits.dtypes.index(weights.dtype),
-        }
+        return self._operations.combine(args)
 
 
 def _overlap(event: EventHandle, asynchronous: bool) -> EventOverlap:

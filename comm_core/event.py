@@ -193,6 +193,11 @@ class CommQueue:
                 atexit.register(_finish_running)
             _running.add(self)
 
+    @property
+    def stream(self) -> Any:
+        """The side stream; None where a thread takes its place."""
+        return self._stream
+
     def submit(
         self,
         fn: Callable[[], Any],

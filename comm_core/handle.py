@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from comm_core.event import EventHandle
-from comm_core.layout import RecvPlan, SendPlan, align
+from comm_core.layout import RecvPlan, SendPlan, align, worst_case_rows
 from comm_core.runtime import device as devices
 
 
@@ -62,6 +62,10 @@ class EPHandle:
         num_sms: hint given to dispatch, 0 for automatic.
         buffer_id: number of the buffer that made the handle.
         event: complete when the counts are there.
+        static_bound: num_max_tokens_per_rank of a dispatch without a host wait (do_cpu_sync=False), else 0. Where it is
+            set, received tensors have the rows of the worst case, numbers of rows here are theirs, and what lies behind
+            the real rows (the last value of psum_num_recv_tokens_per_scaleup_rank) is -1 for ids, else 0.
+        lanes: the same routing with each lane as a token of its own, for combine in a single reduction; else None.
     """
 
     do_expand: bool
@@ -73,6 +77,8 @@ class EPHandle:
     num_sms: int
     buffer_id: int
     event: EventHandle
+    static_bound: int = 0
+    lanes: EPHandle | None = None
 
     @property
     def layout(self) -> RankLayout:
@@ -108,13 +114,13 @@ class EPHandle:
 
     @property
     def num_recv_tokens(self) -> int:
-        """n: rows received, one per (token, this rank)."""
-        return sum(self.layout.recv_splits)
+        """n: rows received, one per (token, this rank); the worst case without a host wait."""
+        return self._worst(False) if self.static_bound else sum(self.layout.recv_splits)
 
     @property
     def num_expanded_tokens(self) -> int:
-        """Expanded rows, alignment gaps included."""
-        return self.layout.recv.num_expanded
+        """Expanded rows, alignment gaps included; the worst case without a host wait."""
+        return self._worst(True) if self.static_bound else self.layout.recv.num_expanded
 
     @property
     def num_recv_rows(self) -> int:
@@ -123,7 +129,10 @@ class EPHandle:
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        """Aligned row counts of the local experts, as Python ints."""
+        """Aligned row counts of the local experts, as Python ints; none without a host wait, as in DeepEP."""
+        return [] if self.static_bound else self._aligned()
+
+    def _aligned(self) -> list[int]:
         return [align(count, self.expert_alignment) for count in self.layout.expert_counts]
 
     @property
@@ -144,9 +153,9 @@ class EPHandle:
     @property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 [L]: with do_expand the end of each expert's rows, else the inclusive prefix sum of aligned counts."""
-        ends = list(accumulate(self.num_recv_tokens_per_expert_list))
+        ends = list(accumulate(self._aligned()))
         if self.do_expand:
-            aligned, real = self.num_recv_tokens_per_expert_list, self.layout.expert_counts
+            aligned, real = self._aligned(), self.layout.expert_counts
             ends = [end - gap + count for end, gap, count in zip(ends, aligned, real, strict=True)]
         return self._int32(ends)
 
@@ -156,7 +165,7 @@ class EPHandle:
 
         Column 0 is src_token_global_idx = src_rank * num_max_tokens_per_rank + token, column 1 is
         src_rank * num_topk + the last lane of the token on this rank, the others are the expanded row of each lane,
-        -1 where the lane is not local and everywhere without do_expand.
+        -1 where the lane is not local and everywhere without do_expand. Rows behind the real ones are -1.
         """
         layout = self.layout
         recv = layout.recv
@@ -167,7 +176,8 @@ class EPHandle:
         rows = recv.expand_row if self.do_expand else torch.full_like(recv.expand_row, -1)
         head = torch.stack([src_rank * layout.token_stride + layout.recv_token, src_rank * self.num_topk + last], dim=1)
         devices.keep_for_current_stream(recv.recv_counts, recv.local_idx, recv.expand_row, layout.recv_token)
-        return torch.cat([head, rows], dim=1).to(torch.int32)
+        real = torch.cat([head, rows], dim=1).to(torch.int32)
+        return torch.nn.functional.pad(real, (0, 0, 0, self.num_recv_tokens - real.shape[0]), value=-1)
 
     @property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
@@ -182,6 +192,11 @@ class EPHandle:
         slots = (self.rank * layout.token_stride + slot).masked_fill(~send.is_last_lane, -1)
         devices.keep_for_current_stream(send.send_counts, send.send_row, send.dst_rank, send.is_last_lane)
         return slots.to(torch.int32)
+
+    def _worst(self, expand: bool) -> int:
+        return worst_case_rows(
+            self.static_bound, self.num_ranks, self.num_topk, self.num_local_experts, self.expert_alignment, expand
+        )
 
     def _int32(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.topk_idx.device)

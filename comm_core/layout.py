@@ -28,6 +28,16 @@ def align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
+def worst_case_rows(
+    num_max_tokens_per_rank: int, num_ranks: int, num_topk: int, num_local: int, expert_alignment: int, expand: bool
+) -> int:
+    """Rows of a dispatch whose shape must hold any routing: every token of every rank comes here, to all it can."""
+    most = num_max_tokens_per_rank * num_ranks
+    if not expand:
+        return most
+    return align(most * min(num_topk, num_local) + (expert_alignment - 1) * num_local, expert_alignment)
+
+
 @dataclass(frozen=True, slots=True)
 class SendPlan:
     """What this rank sends. S = number of (token, rank) pairs.

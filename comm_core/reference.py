@@ -11,7 +11,10 @@ are in (source rank, token) order, and the rows of the gaps are zeros.
 Combine: a token adds up one row from each rank it was sent to, in fp32 (fp64 for fp64), left to right, biases first,
 then ranks in the order of the last lane of the token that each owns; one rounding to the dtype of the rows. Where rows
 were expanded, those of a token on one rank are added up there first: fp32, lane order, one rounding (DeepEP V2's
-recipes A and B; a single row is passed on as it is). No step is fused: each sum is rounded to fp32.
+recipes A and B; a single row is passed on as it is). With a single reduction every expanded row goes home and all are
+added up there in lane order, biases first, one rounding (recipe C). No step is fused: each sum is rounded to fp32.
+
+FP8: data and scales of a token are two rows that travel alike; dispatch each of them with this file.
 """
 
 from __future__ import annotations
@@ -162,6 +165,8 @@ def combine(
     dispatched: Sequence[Dispatched],
     topk_weights: Sequence[torch.Tensor] | None = None,
     biases: Sequence[Sequence[torch.Tensor]] = (),
+    *,
+    multiple_reduction: bool = True,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Brings rows home and adds them up.
 
@@ -170,6 +175,7 @@ def combine(
         dispatched: result of the dispatch.
         topk_weights: of each rank, [n, num_topk] or, for expanded rows, [rows].
         biases: up to two, each one tensor [num_tokens, hidden] a rank.
+        multiple_reduction: expanded rows are added up on their rank first; False adds all up at home in one sum.
 
     Returns:
         (combined_x [num_tokens, hidden], combined_topk_weights [num_tokens, num_topk] or None) a rank; the weight of a
@@ -186,7 +192,12 @@ def combine(
             total = x[rank].new_zeros(x[rank].shape[1], dtype=wide)
             for bias in biases:
                 total = total + bias[rank][token].to(wide)
-            for _, _, row, _ in sorted(home, key=lambda item: item[0]):
+            if multiple_reduction or not mine.do_expand:
+                summands = [row for _, _, row, _ in sorted(home, key=lambda item: item[0])]
+            else:
+                lanes = [(k, x[owner][r]) for _, owner, _, (_, a) in home for k, r in enumerate(a.rows) if r >= 0]
+                summands = [row for _, row in sorted(lanes, key=lambda item: item[0])]
+            for row in summands:
                 total = total + row.to(wide)
             out_x[token] = total.to(out_x.dtype)
             if out_weights is not None and topk_weights is not None:

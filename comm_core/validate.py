@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comm_core import fp8, sizes
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
 from comm_core.runtime.errors import UsageError
@@ -34,6 +35,10 @@ class Limits:
         dtypes: element types of rows.
         hidden_multiple: hidden must be a multiple of it.
         worst_case_outputs: do_cpu_sync=False is possible.
+        fp8: x may be a pair of FP8 data and scales.
+        num_bytes: size of the buffer; None for no bound.
+        sizes: (hidden, num_topk) the buffer is planned for, 0 for no bound.
+        multiple_reduction: the buffer's allow_multiple_reduction.
     """
 
     device: torch.device
@@ -43,6 +48,47 @@ class Limits:
     dtypes: tuple[torch.dtype, ...]
     hidden_multiple: int
     worst_case_outputs: bool
+    fp8: bool = False
+    num_bytes: int | None = None
+    sizes: tuple[int, int] = (0, 0)
+    multiple_reduction: bool = True
+
+    def room(self, num_tokens: int, hidden: int, num_topk: int, row_bytes: int, num_scales: int = 0) -> None:
+        """Raises where a call is larger than the buffer.
+
+        Args:
+            num_tokens: bound of tokens a rank, or this rank's where there is none.
+            hidden: of the call.
+            num_topk: of the call.
+            row_bytes: bytes of one value of x.
+            num_scales: columns of scales.
+        """
+        for name, value, most in (("hidden", hidden, self.sizes[0]), ("num_topk", num_topk, self.sizes[1])):
+            if most and value > most:
+                raise UsageError(
+                    f"{name}={value}",
+                    allowed=f"at most {most}, as the buffer was built",
+                    fix=f"build it with {name}={value}",
+                )
+        if self.num_bytes is None:
+            return
+        sent = sizes.dispatch_bytes(
+            num_tokens, hidden, num_topk, self.num_ranks, element_size=row_bytes, num_scales=num_scales
+        )
+        back = sizes.combine_bytes(
+            num_tokens,
+            hidden,
+            num_topk,
+            self.num_ranks,
+            element_size=max(2, row_bytes),
+            multiple=self.multiple_reduction,
+        )
+        if max(sent, back) > self.num_bytes:
+            raise UsageError(
+                f"{num_tokens} tokens a rank of hidden {hidden} and top-{num_topk}, which need {max(sent, back)} bytes",
+                allowed=f"{self.num_bytes} bytes, as the buffer was built",
+                fix="build it with num_bytes=ElasticBuffer.get_buffer_size_hint(...) for these sizes",
+            )
 
 
 def problem_of(check: Callable[[], object]) -> UsageError | None:
@@ -71,6 +117,16 @@ def whole(name: str, value: Any, *, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name}={value!r}", allowed=f"an int of at least {least}", fix=f"pass {name} as such")
     return value
+
+
+def buffer_bytes(num_bytes: Any, num_cpu_bytes: Any) -> None:
+    """Size of a buffer given by bytes."""
+    if num_bytes is not None:
+        whole("num_bytes", num_bytes)
+        if num_bytes % sizes.STEP:
+            raise UsageError(f"num_bytes={num_bytes}", allowed=f"a multiple of {sizes.STEP}", fix="round it up")
+    if num_cpu_bytes:
+        raise unsupported(f"num_cpu_bytes={num_cpu_bytes}", "num_cpu_bytes=0")
 
 
 def unsupported(given: str, allowed: str) -> UsageError:
@@ -108,12 +164,18 @@ def same_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], meaning: 
         )
 
 
-def rows(value: Any, num_rows: int, meaning: str, limits: Limits) -> torch.Tensor:
-    """Data to move: [num_rows, hidden] in a dtype of the backend."""
+def rows(value: Any, num_rows: int, meaning: str, limits: Limits, *, may_be_pair: bool = False) -> torch.Tensor:
+    """Data to move: [num_rows, hidden] in a dtype of the backend; where `may_be_pair`, or FP8 data with scales."""
+    dtypes = limits.dtypes
     if isinstance(value, tuple):
-        names = ", ".join(str(dtype) for dtype in limits.dtypes)
-        raise unsupported("x as a pair (FP8 data and scales)", f"one tensor of {names}")
-    value = tensor("x", value, dims=2, dtypes=limits.dtypes, device=limits.device)
+        if not (may_be_pair and limits.fp8):
+            names = ", ".join(str(dtype) for dtype in limits.dtypes)
+            raise unsupported("x as a pair (FP8 data and scales)", f"one tensor of {names}")
+        if len(value) != 2:
+            raise UsageError(f"x with {len(value)} parts", allowed="(data, scales)", fix="pass a pair")
+        _scales(value[1], num_rows, limits.device)
+        value, dtypes = value[0], fp8.DTYPES
+    value = tensor("x", value, dims=2, dtypes=dtypes, device=limits.device)
     if value.shape[0] != num_rows:
         raise UsageError(
             f"x with {value.shape[0]} rows", allowed=f"{num_rows} rows, {meaning}", fix="pass matching tensors"
@@ -125,6 +187,19 @@ def rows(value: Any, num_rows: int, meaning: str, limits: Limits) -> torch.Tenso
             fix="pad the hidden dimension",
         )
     return value
+
+
+def _scales(value: Any, num_rows: int, device: torch.device) -> None:
+    """Scales of FP8 rows: any strides, any number of columns (one a 128 columns of data in the casts here)."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in fp8.SCALE_DTYPES or value.dim() != 2:
+        what = f"{value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else str(type(value))
+        raise UsageError(f"scales of {what}", allowed="a matrix of fp32 or int32 (packed)", fix="see comm_core.fp8")
+    if value.shape[0] != num_rows or value.shape[1] < 1 or value.device != device:
+        raise UsageError(
+            f"scales of shape {list(value.shape)} on {value.device}",
+            allowed=f"{num_rows} rows, one a token, at least one column, on {device}",
+            fix="pass the scales of this data",
+        )
 
 
 def weights(value: Any, shape: tuple[int, ...], meaning: str, device: torch.device) -> None:
@@ -212,25 +287,58 @@ class DispatchArgs:
             alignment = 1 if self.expert_alignment is None else self.expert_alignment
             routing(self.topk_idx, self.num_experts, alignment, bound, limits)
             topk_idx = self.topk_idx
-        rows(self.x, topk_idx.shape[0], "one a token of topk_idx", limits)
+        x = rows(self.x, topk_idx.shape[0], "one a token of topk_idx", limits, may_be_pair=True)
         weights(self.topk_weights, tuple(topk_idx.shape), "one weight a lane", limits.device)
+        bound = self.layout_settings(limits)["num_max_tokens_per_rank"] if self.handle is None else 0
+        num_scales = self.x[1].shape[1] if isinstance(self.x, tuple) else 0
+        limits.room(max(bound, x.shape[0]), x.shape[1], topk_idx.shape[1], x.element_size(), num_scales)
+
+    def layout_settings(self, limits: Limits) -> dict[str, int]:
+        """Settings of the count exchange of a call without a handle."""
+        return {
+            "num_experts": self.num_experts,
+            "expert_alignment": 1 if self.expert_alignment is None else self.expert_alignment,
+            "do_expand": int(self.do_expand),
+            "num_max_tokens_per_rank": limits.num_max_tokens_per_rank if self.bound is None else self.bound,
+        }
 
     def _check_options(self, limits: Limits) -> None:
         whole("num_sms", self.num_sms, least=0)
         whole("num_qps", self.num_qps, least=0)
         if self.cumulative_local_expert_recv_stats is not None:
-            raise unsupported(
-                "cumulative_local_expert_recv_stats",
-                "None (the handle's num_unaligned_recv_tokens_per_expert has the counts)",
+            self._check_stats(limits)
+        if self.use_tma_aligned_col_major_sf and not isinstance(self.x, tuple):
+            raise UsageError(
+                "use_tma_aligned_col_major_sf=True without scales", allowed="x as (data, scales)", fix="leave it out"
             )
-        if self.use_tma_aligned_col_major_sf:
-            raise unsupported("use_tma_aligned_col_major_sf=True", "False, as there are no scales")
-        if self.do_cpu_sync is False and self.handle is None and not limits.worst_case_outputs:
-            raise unsupported("do_cpu_sync=False", "None or True: shapes are exact")
+        if self.do_cpu_sync is False and self.handle is None:
+            if not limits.worst_case_outputs:
+                raise unsupported("do_cpu_sync=False", "None or True: shapes are exact")
+            if not (limits.num_max_tokens_per_rank if self.bound is None else self.bound):
+                raise UsageError(
+                    "do_cpu_sync=False without num_max_tokens_per_rank",
+                    allowed="a bound of tokens a rank, from which the shapes follow",
+                    fix="pass num_max_tokens_per_rank to the call or the buffer",
+                )
         if self.do_cpu_sync is True and self.handle is not None:
             raise UsageError("do_cpu_sync=True with a handle", allowed="None or False", fix="the counts are known")
         if self.do_zero_padding and not (self.do_expand or getattr(self.handle, "do_expand", False)):
             raise UsageError("do_zero_padding without do_expand", allowed="both", fix="plain rows have no gaps to fill")
+
+    def _check_stats(self, limits: Limits) -> None:
+        if self.handle is not None:
+            raise UsageError(
+                "cumulative_local_expert_recv_stats with a handle",
+                allowed="counting a routing decision once",
+                fix="pass it to the call without a handle",
+            )
+        whole("num_experts", self.num_experts)
+        stats = tensor(
+            "cumulative_local_expert_recv_stats", self.cumulative_local_expert_recv_stats, dims=1,
+            dtypes=(torch.int32,), device=limits.device,
+        )  # fmt: skip
+        shape = (self.num_experts // limits.num_ranks,)
+        same_shape("cumulative_local_expert_recv_stats", stats, shape, "one count a local expert")
 
     def _check_handle(self, handle: EPHandle) -> None:
         """Beside a handle may stand nothing, or the values it was made with."""
@@ -273,7 +381,8 @@ class CombineArgs:
         whole("num_sms", self.num_sms, least=0)
         whole("num_qps", self.num_qps, least=0)
         handle = own_handle(self.handle, limits)
-        rows(self.x, handle.num_recv_rows, "as dispatch returned", limits)
+        x = rows(self.x, handle.num_recv_rows, "as dispatch returned", limits)
+        limits.room(handle.num_tokens, x.shape[1], handle.num_topk, x.element_size())
         if handle.do_expand:
             weights(self.topk_weights, (handle.num_expanded_tokens,), "one weight a row", limits.device)
         else:

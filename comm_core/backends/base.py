@@ -8,7 +8,7 @@ rank raises on all of them and none is left waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, Protocol
 
 import torch
@@ -91,6 +91,24 @@ class MoveJob:
     after: tuple[EventHandle | None, ...] = ()
     before_epilogue: EventHandle | None = None
 
+    def fitted(self) -> MoveJob:
+        """The same job on the rows that are really there; behind them ids become -1, the rest 0. Waits for counts."""
+        if not self.handle.static_bound:
+            return self
+        plans = self.handle.layout
+        real = plans.recv.num_expanded if self.handle.do_expand else sum(plans.recv_splits)
+        if self.op == "combine":
+            return replace(self, x=self.x[:real], weights=None if self.weights is None else self.weights[:real])
+        for out, empty in ((self.out_x, 0), (self.out_weights, 0), (self.out_idx, -1)):
+            if out is not None:
+                out[real:].fill_(empty)
+        return replace(
+            self,
+            out_x=self.out_x[:real],
+            out_weights=None if self.out_weights is None else self.out_weights[:real],
+            out_idx=None if self.out_idx is None else self.out_idx[:real],
+        )
+
 
 class Backend(Protocol):
     """Moves rows between the ranks of one group. Calls are issued in the same order on every rank."""
@@ -118,6 +136,10 @@ class Backend(Protocol):
 
     def combine(self, job: MoveJob) -> EventHandle:
         """Moves rows back and adds those of a token in the order the reference defines."""
+        ...
+
+    def barrier(self) -> EventHandle:
+        """An event that is complete when every rank is here with all work issued to its queue and stream so far."""
         ...
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:

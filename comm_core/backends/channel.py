@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from comm_core import fp8
 from comm_core.event import CommQueue, EventHandle
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError, CommTimeoutError, UsageError
@@ -30,10 +31,11 @@ from comm_core.runtime.groups import private_groups
 # Settings that must agree, in the order they are sent and reported; -1 where a call has no such setting.
 SETTINGS = (
     "call", "buffer", "handle", "num_experts", "num_topk", "expert_alignment", "do_expand", "num_max_tokens_per_rank",
-    "hidden", "dtype", "topk_weights", "num_bias",
+    "hidden", "dtype", "topk_weights", "num_bias", "num_scales", "scale_dtype",
 )  # fmt: skip
-CALLS = ("prepare", "dispatch", "cached dispatch", "combine", "close")
+CALLS = ("prepare", "dispatch", "cached dispatch", "combine", "close", "barrier")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ROW_DTYPES = (*DTYPES, *fp8.DTYPES)
 _TEXT_BYTES = 512
 
 
@@ -57,7 +59,11 @@ def describe(setting: str, value: int) -> str:
     if setting == "call":
         return CALLS[value] if 0 <= value < len(CALLS) else "none"
     if setting == "dtype":
-        return str(DTYPES[value]) if 0 <= value < len(DTYPES) else "none"
+        return str(ROW_DTYPES[value]) if 0 <= value < len(ROW_DTYPES) else "none"
+    if setting == "num_scales":
+        return "none given" if value < 0 else str(value)
+    if setting == "scale_dtype":
+        return str(fp8.SCALE_DTYPES[value]) if 0 <= value < len(fp8.SCALE_DTYPES) else "none given"
     if setting == "do_expand":
         return str(bool(value))
     if setting == "topk_weights":
@@ -211,12 +217,18 @@ class Channel:
         return dist.all_to_all_single(out, rows, out_rows, in_rows, group=self.control_group, async_op=True)
 
     def submit_agreed(
-        self, call: str, settings: dict[str, int], problem: UsageError | None, num_tokens: int
+        self,
+        call: str,
+        settings: dict[str, int],
+        problem: UsageError | None,
+        num_tokens: int,
+        *,
+        after: EventHandle | None = None,
     ) -> EventHandle:
-        """Queues the comparison for a call that needs no counts."""
+        """Queues the comparison for a call that needs no counts, behind `after`."""
         rows = [0] * self.num_ranks
         check = self.control_queue.submit(
-            lambda: self.agree(call, settings, problem, num_tokens, rows), on_failure=self.note_failure
+            lambda: self.agree(call, settings, problem, num_tokens, rows), after=[after], on_failure=self.note_failure
         )
         if self.data_queue is not self.control_queue:
             self._unread_checks.append(check)

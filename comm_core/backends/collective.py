@@ -45,9 +45,9 @@ class CollectiveBackend:
         hidden_multiple=1,
         needs_token_bound=False,
         host_checked_kinds=("cpu",),
-        fp8=False,
-        worst_case_outputs=False,
-        single_reduction=False,
+        fp8=True,
+        worst_case_outputs=True,
+        single_reduction=True,
     )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
@@ -76,6 +76,12 @@ class CollectiveBackend:
     def combine(self, job: MoveJob) -> EventHandle:
         """Moves rows back and adds them up."""
         return self._move(job, self._combine)
+
+    def barrier(self) -> EventHandle:
+        """Waits for the data queue, then meets the other ranks on the control queue."""
+        self._channel.check_alive()
+        here = self.queue.submit(lambda: None, tensors=())
+        return self._channel.submit_agreed("barrier", {"buffer": self.buffer_id}, None, 0, after=here)
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:
         """Tells the other ranks, then raises."""
@@ -133,7 +139,7 @@ class CollectiveBackend:
         if self.device.type != "cpu":  # memory of the layout's stream, which the data stream is about to read
             plans = layout.tensors_of(job.handle.layout.send) + layout.tensors_of(job.handle.layout.recv)
         return self.queue.submit(
-            lambda: work(job),
+            lambda: work(job.fitted()),
             after=job.after,
             host_check=check,
             tensors=[*(item for item in tensors if item is not None), *plans],

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from comm_core import ElasticBuffer, EPHandle, reference
+from comm_core import ElasticBuffer, EPHandle, EventOverlap, fp8, reference
+from comm_core.layout import worst_case_rows
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -35,6 +37,10 @@ class Case:
     asynchronous: bool = False
     prepared: bool = False
     bound: int = 0
+    scales: str = ""  # "fp32" or "packed": x is FP8 with scales
+    column_major: bool = False
+    static: bool = False  # do_cpu_sync=False
+    previous: bool = False  # pass events to wait for
 
     @property
     def num_experts(self) -> int:
@@ -90,6 +96,9 @@ def random_case(rng: random.Random, num_ranks: int) -> Case:
         asynchronous=rng.random() < 0.5,
         prepared=prepared,
         bound=rng.choice((0, 16)),
+        scales=rng.choice(("", "", "fp32", "packed")),
+        column_major=rng.random() < 0.5,
+        previous=rng.random() < 0.3,
     )
 
 
@@ -104,6 +113,13 @@ def edge_cases(seed: int, num_ranks: int) -> list[Case]:
     found += [replace(case, num_local=32, num_topk=32, masked=0.0) for case in both]
     found += [replace(case, hidden=8, dtype=torch.float32, alignment=256) for case in both]
     found += [replace(case, hidden=3, dtype=torch.float16) for case in both]
+    found += [replace(case, hidden=hidden, scales="fp32") for case in both for hidden in (128, 200)]
+    static = [replace(case, static=True, bound=9, asynchronous=True) for case in both]
+    found += [
+        *static,
+        replace(static[0], scales="packed", column_major=True),
+        replace(static[1], tokens=(0,) * num_ranks),
+    ]
     return found
 
 
@@ -125,7 +141,47 @@ def same_bytes(got: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
         return got is wanted
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
-    return torch.equal(got.cpu().contiguous().view(torch.uint8), wanted.cpu().contiguous().view(torch.uint8))
+    # Copies, as a single column with a wide stride counts as contiguous but is no sequence of bytes.
+    left, right = (item.cpu().clone(memory_format=torch.contiguous_format) for item in (got, wanted))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def send(
+    buffer: ElasticBuffer, case: Case, x: Any, ids: torch.Tensor, weights: torch.Tensor | None, stats: torch.Tensor
+) -> tuple[Any, Any, Any, EPHandle, EventOverlap]:
+    """The dispatch of a case: in one call, or prepared first."""
+    if case.prepared:
+        handle = buffer.prepare(
+            ids,
+            num_experts=case.num_experts,
+            expert_alignment=case.alignment,
+            do_expand=case.do_expand,
+            num_max_tokens_per_rank=case.bound,
+        )
+        return buffer.dispatch(
+            x,
+            topk_weights=weights,
+            handle=handle,
+            async_with_compute_stream=case.asynchronous,
+            use_tma_aligned_col_major_sf=case.column_major and bool(case.scales),
+        )
+    return buffer.dispatch(
+        x,
+        ids,
+        weights,
+        num_experts=case.num_experts,
+        expert_alignment=case.alignment,
+        do_expand=case.do_expand,
+        num_max_tokens_per_rank=case.bound,
+        async_with_compute_stream=case.asynchronous,
+        cumulative_local_expert_recv_stats=stats,
+        do_cpu_sync=False if case.static else None,
+        do_zero_padding=case.do_expand,
+        use_tma_aligned_col_major_sf=case.column_major and bool(case.scales),
+        previous_event=buffer.capture() if case.previous else None,
+        previous_event_before_epilogue=buffer.capture() if case.previous else None,
+        allocate_on_comm_stream=case.previous,
+    )
 
 
 def run(buffer: ElasticBuffer, case: Case) -> list[str]:
@@ -143,46 +199,66 @@ def run(buffer: ElasticBuffer, case: Case) -> list[str]:
     mine = wanted[rank]
     # Gradients are the layer's business: rows of a tensor that wants them arrive without.
     x, ids = data.x[rank].to(device).requires_grad_(case.asynchronous), data.topk_idx[rank].to(device)
+    if case.scales:
+        x = cast(x.detach(), case)
     weights = None if data.weights is None else data.weights[rank].to(device)
-    handle = None
-    bad = []
-    if case.prepared:
-        handle = buffer.prepare(
-            ids,
-            num_experts=case.num_experts,
-            expert_alignment=case.alignment,
-            do_expand=case.do_expand,
-            num_max_tokens_per_rank=case.bound,
-        )
-        got = buffer.dispatch(x, topk_weights=weights, handle=handle, async_with_compute_stream=case.asynchronous)
-        if got[3] is not handle:
-            bad.append("cached dispatch returned another handle")
-    else:
-        got = buffer.dispatch(
-            x,
-            ids,
-            weights,
-            num_experts=case.num_experts,
-            expert_alignment=case.alignment,
-            do_expand=case.do_expand,
-            num_max_tokens_per_rank=case.bound,
-            async_with_compute_stream=case.asynchronous,
-        )
-    recv_x, recv_idx, recv_weights, handle, event = got
+    stats = torch.full((case.num_local,), 5, dtype=torch.int32, device=device)
+    recv_x, recv_idx, recv_weights, handle, event = send(buffer, case, x, ids, weights, stats)
     event.current_stream_wait()
-    bad += ["recv_x wants a gradient"] if recv_x.requires_grad else []
-    pairs = [
-        ("recv_x", recv_x, mine.recv_x),
-        ("recv_topk_idx", recv_idx, mine.recv_topk_idx),
-        ("recv_topk_weights", recv_weights, mine.recv_topk_weights),
-    ]
+    bad: list[str] = []
     again = buffer.dispatch(x, handle=handle, topk_weights=weights)
-    pairs += [("cached recv_x", again[0], recv_x), ("cached recv_topk_idx", again[1], recv_idx)]
-    pairs += [("cached recv_topk_weights", again[2], recv_weights)]
+    bad += ["cached dispatch returned another handle"] if again[3] is not handle else []
+    num_rows = mine.recv_x.shape[0]
+    if case.static:
+        shape = (case.bound, len(case.tokens), case.num_topk, case.num_local, case.alignment, case.do_expand)
+        num_rows = worst_case_rows(*shape)
+    pairs = [
+        ("recv_topk_idx", recv_idx, padded(mine.recv_topk_idx, num_rows, -1)),
+        ("recv_topk_weights", recv_weights, padded(mine.recv_topk_weights, num_rows)),
+        ("cached recv_topk_idx", again[1], recv_idx),
+        ("cached recv_topk_weights", again[2], recv_weights),
+    ]
+    got_parts, again_parts = (recv_x, again[0]) if case.scales else ((recv_x,), (again[0],))
+    for want, have, have_again in zip(received_parts(case, data, rank), got_parts, again_parts, strict=True):
+        pairs += [("recv_x", have, padded(want, num_rows)), ("cached recv_x", have_again, have)]
+    if case.scales and case.column_major and recv_x[1].stride() != (1, max(4, -(-num_rows // 4) * 4)):
+        bad.append(f"strides of scales {recv_x[1].stride()}")
+    bad += ["recv_x wants a gradient"] if got_parts[0].requires_grad else []
     bad += [name for name, have, want in pairs if not same_bytes(have, want)]
+    if not case.prepared and stats.tolist() != [5 + count for count in mine.expert_counts]:
+        bad.append("cumulative_local_expert_recv_stats")
     bad += check_handle(handle, case, mine)
     bad += check_combine(buffer, case, data, wanted, handle)
     return [f"rank {rank}/{buffer.num_ranks}: {what} in {case}" for what in bad]
+
+
+def cast(x: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 rows and scales; every other case has scales with gaps between the columns."""
+    data, scales = fp8.per_token_cast(x, packed=case.scales == "packed")
+    if case.seed % 2:
+        scales = scales.t().repeat_interleave(2, dim=1).t()[::2]
+    return data, scales
+
+
+def received_parts(case: Case, data: Data, rank: int) -> list[torch.Tensor]:
+    """Rows, or data and scales, as the reference receives them."""
+    settings = {"num_experts": case.num_experts, "expert_alignment": case.alignment, "do_expand": case.do_expand}
+    if not case.scales:
+        return [reference.dispatch(data.x, data.topk_idx, **settings)[rank].recv_x]
+    content, scales = zip(*(cast(x, case) for x in data.x), strict=True)
+    raw = [item.view(torch.uint8) for item in content]
+    return [
+        reference.dispatch(raw, data.topk_idx, **settings)[rank].recv_x.view(content[0].dtype),
+        reference.dispatch(scales, data.topk_idx, **settings)[rank].recv_x,
+    ]
+
+
+def padded(wanted: torch.Tensor | None, num_rows: int, empty: int = 0) -> torch.Tensor | None:
+    """The reference's rows and, behind them, the empty rows of a static shape."""
+    if wanted is None or wanted.shape[0] == num_rows:
+        return wanted
+    more = torch.full((num_rows - wanted.shape[0], *wanted.shape[1:]), empty).to(wanted.dtype)
+    return torch.cat([wanted.view(torch.uint8), more.view(torch.uint8)]).view(wanted.dtype)
 
 
 def check_combine(
@@ -190,22 +266,26 @@ def check_combine(
 ) -> list[str]:
     """Combines fresh rows and weights of the received shapes."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    rows, back = [], []
+    multiple, rows, back = buffer.allow_multiple_reduction, [], []
     for there in wanted:
         rows.append(order_sensitive(there.recv_x.shape, generator).to(case.dtype))
         shape = (there.num_expanded,) if case.do_expand else (len(there.arrivals), case.num_topk)
         back.append(torch.rand(shape, generator=generator))
     rank = buffer.rank
+    x, own = padded(rows[rank], handle.num_recv_rows), padded(back[rank], handle.num_recv_rows)
+    assert x is not None and own is not None
     biases = tuple(bias[rank].to(buffer.device) for bias in data.biases)
     combined_x, combined_weights, event = buffer.combine(
-        rows[rank].to(buffer.device),
+        x.to(buffer.device),
         handle,
-        topk_weights=back[rank].to(buffer.device) if case.weights else None,
+        topk_weights=own.to(buffer.device) if case.weights else None,
         bias=None if not biases else biases[0] if len(biases) == 1 else biases,
         async_with_compute_stream=case.asynchronous,
     )
     event.current_stream_wait()
-    want_x, want_weights = reference.combine(rows, wanted, back if case.weights else None, data.biases)[rank]
+    want_x, want_weights = reference.combine(
+        rows, wanted, back if case.weights else None, data.biases, multiple_reduction=multiple
+    )[rank]
     bad = []
     combined_x = combined_x.cpu()
     if combined_x.dtype != want_x.dtype or not torch.equal(combined_x, want_x):
@@ -232,16 +312,19 @@ def check_handle(handle: EPHandle, case: Case, mine: reference.Dispatched) -> li
         rows = arrival.rows if case.do_expand else (-1,) * case.num_topk
         metadata.append([arrival.src_rank * stride + arrival.token, arrival.src_rank * case.num_topk + last, *rows])
     wanted = torch.tensor(metadata, dtype=torch.int32).reshape(-1, case.num_topk + 2)
+    shape = (case.bound, len(case.tokens), case.num_topk, case.num_local, align)
+    num_recv = worst_case_rows(*shape, False) if case.static else len(mine.arrivals)
+    num_expanded = worst_case_rows(*shape, True) if case.static else mine.num_expanded
     checks = {
-        "num_recv_tokens": handle.num_recv_tokens == len(mine.arrivals),
-        "num_expanded_tokens": handle.num_expanded_tokens == mine.num_expanded == sum(aligned),
-        "aligned counts": handle.num_recv_tokens_per_expert_list == aligned,
+        "num_recv_tokens": handle.num_recv_tokens == num_recv,
+        "num_expanded_tokens": handle.num_expanded_tokens == num_expanded and mine.num_expanded == sum(aligned),
+        "aligned counts": handle.num_recv_tokens_per_expert_list == ([] if case.static else aligned),
         "real counts": handle.num_unaligned_recv_tokens_per_expert.tolist() == counts,
         "psum per expert": handle.psum_num_recv_tokens_per_expert.tolist() == ends,
         "psum per rank": handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank,
         "topk_idx": torch.equal(handle.topk_idx.cpu(), mine.topk_idx),
         "num_max_tokens_per_rank": handle.num_max_tokens_per_rank == stride,
-        "recv_src_metadata": same_bytes(handle.recv_src_metadata, wanted),
+        "recv_src_metadata": same_bytes(handle.recv_src_metadata, padded(wanted, num_recv, -1)),
         "dst_buffer_slot_idx": same_bytes(handle.dst_buffer_slot_idx, slots(handle, case, mine, stride)),
     }
     return [name for name, good in checks.items() if not good]

@@ -39,8 +39,11 @@ def _conform(
     rng = random.Random(seed)
     num_ranks = dist.get_world_size(group)
     todo = cases.edge_cases(seed, num_ranks) + [cases.random_case(rng, num_ranks) for _ in range(num_random)]
-    with ElasticBuffer(group, backend=backend, num_cpu_timeout_secs=30, device=device) as buffer:
-        return [line for case in todo for line in cases.run(buffer, case)]
+    settings: dict[str, Any] = {"backend": backend, "num_cpu_timeout_secs": 30, "device": device}
+    with ElasticBuffer(group, **settings) as buffer:
+        bad = [line for case in todo for line in cases.run(buffer, case)]
+    with ElasticBuffer(group, allow_multiple_reduction=False, **settings) as buffer:
+        return bad + [line for case in todo if case.do_expand for line in cases.run(buffer, case)]
 
 
 def _two_buffers(group: dist.ProcessGroup, backend: str, seed: int) -> list[str]:
@@ -123,6 +126,9 @@ def _faults(group: dist.ProcessGroup, backend: str, seed: int) -> dict[str, int]
                 caught[f"{fault.__name__} {case.do_expand}"] = len(cases.run(buffer, case))
         finally:
             setattr(layout, name, good)
+    with ElasticBuffer(group, backend=backend) as buffer:
+        buffer.allow_multiple_reduction = False  # the reference expects another sum than the buffer makes
+        caught["two reductions for one"] = len(cases.run(buffer, expanded))
     return caught
 
 

@@ -57,6 +57,11 @@ def _combine(buffer: ElasticBuffer, rank: int, given: Inputs, **changes: Any) ->
     return buffer.combine(arguments.pop("x"), arguments.pop("handle"), **arguments)
 
 
+def _pair(given: Inputs, num_rows: int | None = None, columns: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = given.x.shape[0] if num_rows is None else num_rows
+    return given.x.to(torch.float8_e4m3fn), torch.ones(num_rows, columns)
+
+
 def _prepare(buffer: ElasticBuffer, rank: int, given: Inputs, **changes: Any) -> Any:
     return buffer.prepare(changes.pop("topk_idx", given.ids), **{**given.good, **changes}).num_recv_tokens
 
@@ -81,14 +86,25 @@ LOCAL: dict[str, tuple[int, Call, Call, str]] = {
     "alignment": (0, lambda b, r, g: _prepare(b, r, g, expert_alignment=0), _prepare, "expert_alignment=0"),
     "ids and handle": (0, lambda b, r, g: _cached(b, r, g, topk_idx=g.ids), _cached, "topk_idx and a handle"),
     "other experts": (2, lambda b, r, g: _cached(b, r, g, num_experts=24), _cached, "made with 12"),
-    "fp8": (1, lambda b, r, g: _cached(b, r, g, x=(g.x, g.x)), _cached, "x as a pair"),
-    "cpu sync": (1, lambda b, r, g: _dispatch(b, r, g, do_cpu_sync=False), _dispatch, "do_cpu_sync=False"),
+    "scales": (1, lambda b, r, g: _cached(b, r, g, x=(g.x, g.x)), _cached, "scales of torch.bfloat16"),
+    "rows of scales": (2, lambda b, r, g: _cached(b, r, g, x=_pair(g, 1)), _cached, "scales of shape [1, 1]"),
+    "data of scales": (0, lambda b, r, g: _cached(b, r, g, x=(g.x, g.x.float())), _cached, "x of torch.bfloat16"),
+    "column-major": (1, lambda b, r, g: _cached(b, r, g, use_tma_aligned_col_major_sf=True), _cached, "without scales"),
+    "fp8 back": (0, lambda b, r, g: _combine(b, r, g, x=_pair(g)), _combine, "x as a pair"),
+    "cpu sync": (1, lambda b, r, g: _dispatch(b, r, g, do_cpu_sync=False), _dispatch, "do_cpu_sync=False without"),
+    "cached cpu sync": (2, lambda b, r, g: _cached(b, r, g, do_cpu_sync=True), _cached, "do_cpu_sync=True with a"),
+    "counted twice": (
+        2,
+        lambda b, r, g: _cached(b, r, g, cumulative_local_expert_recv_stats=g.ids[0].int()),
+        _cached,
+        "recv_stats with a handle",
+    ),
     "padding": (0, lambda b, r, g: _dispatch(b, r, g, do_zero_padding=True), _dispatch, "do_zero_padding without"),
     "statistics": (
         0,
         lambda b, r, g: _dispatch(b, r, g, cumulative_local_expert_recv_stats=g.ids[0]),
         _dispatch,
-        "cumulative_local_expert_recv_stats",
+        "cumulative_local_expert_recv_stats of torch.int64",
     ),
 }
 SPLIT: dict[str, tuple[int, Call, Call, str]] = {
@@ -106,6 +122,13 @@ SPLIT: dict[str, tuple[int, Call, Call, str]] = {
     "hidden of cached": (0, lambda b, r, g: _cached(b, r, g, x=g.x.repeat(1, 2)), _cached, "hidden: rank 0 80"),
     "dtype": (2, lambda b, r, g: _combine(b, r, g, x=g.recv_x.float()), _combine, "rank 2 torch.float32"),
     "weights given": (1, lambda b, r, g: _cached(b, r, g, topk_weights=g.weights), _cached, "rank 0 none given"),
+    "pair": (2, lambda b, r, g: _cached(b, r, g, x=_pair(g)), _cached, "dtype: rank 0 torch.bfloat16"),
+    "columns of scales": (
+        1,
+        lambda b, r, g: _cached(b, r, g, x=_pair(g, columns=2)),
+        lambda b, r, g: _cached(b, r, g, x=_pair(g)),
+        "num_scales: rank 0 1, rank 1 2",
+    ),
     "another call": (2, _combine, _cached, "call: rank 0 cached dispatch, rank 1 cached dispatch, rank 2 combine"),
     "another exchange": (0, _combine, _dispatch, "call: rank 0 combine, rank 1 dispatch"),
 }  # fmt: skip
@@ -160,9 +183,9 @@ def test_a_buffer_needs_a_group() -> None:
     [
         ({"num_max_tokens_per_rank": -1}, "num_max_tokens_per_rank=-1"),
         ({"hidden": 1.5}, "hidden=1.5"),
-        ({"use_fp8_dispatch": True}, "use_fp8_dispatch=True"),
         ({"num_cpu_bytes": 8}, "num_cpu_bytes=8"),
-        ({"allow_multiple_reduction": False}, "allow_multiple_reduction=False"),
+        ({"num_bytes": 100}, "a multiple of 2097152"),
+        ({"num_bytes": 0}, "num_bytes=0"),
     ],
 )
 def test_options_that_are_not_there(options: dict[str, Any], says: str) -> None:
