@@ -11,6 +11,8 @@ PYTHON ?= python3
 RANKS ?= 4
 CONFIG ?= examples/configs/tiny_cpu.yaml
 ARGS ?=
+# Test files run side by side; a test of several processes mostly waits for one of them.
+PARALLEL ?= -n 3 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,8 +46,8 @@ run: $(VENV)/.run
 	    --config $(CONFIG) $(ARGS) 2>&1 1>&3 | (trap "" INT; exec sed -uE "$$QUIET" >&2); } 3>&1
 
 test: lint $(MEGATRON)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest -m megatron $(ARGS)$(if $(ARGS), || [ $$? = 5 ])
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest $(PARALLEL) -m megatron $(ARGS)$(if $(ARGS), || [ $$? = 5 ])
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -21,6 +21,7 @@ DEV = [
     "mypy>=2.0",
     "pytest>=9.0",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.17",
     "setuptools>=77",  # the packaging test builds a wheel without an isolated environment
     "types-psutil",

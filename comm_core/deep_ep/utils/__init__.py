@@ -1,5 +1,17 @@
 """Helpers of the upstream package's users and tests, device-independent."""
 
+from comm_core.deep_ep.utils import comm, envs, event, gate, math, refs, semantic, testing
 from comm_core.event import EventHandle, EventOverlap
 
-__all__ = ["EventHandle", "EventOverlap"]
+__all__ = [
+    "EventHandle",
+    "EventOverlap",
+    "comm",
+    "envs",
+    "event",
+    "gate",
+    "math",
+    "refs",
+    "semantic",
+    "testing",
+]
