@@ -125,7 +125,7 @@ class ElasticBuffer:
             dtypes=able.dtypes,
             hidden_multiple=able.hidden_multiple,
             worst_case_outputs=able.worst_case_outputs,
-            fp8=able.fp8,
+            fp8=self.device.type in able.fp8_kinds,
             num_bytes=num_bytes,
             sizes=sizes_given,
             multiple_reduction=self.allow_multiple_reduction,

@@ -201,13 +201,8 @@ class Executor:
                 allowed=f"{self.num_ranks} ranks, the size of the pipeline group",
                 fix="build the schedule for this group",
             )
-        plan = self._plans.get(id(schedule))
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            # Holding the schedule in the plan keeps its id from being given to another object.
-            plan = self._plans[id(schedule)] = _prepare(schedule, self.rank)
         try:
+            plan = self._plan(schedule)
             if plan.goes_round:
                 self._p2p.connect_ring()
             return _Run(plan, programs, self._p2p, self.store).execute()
@@ -215,6 +210,15 @@ class Executor:
             self.store.reset()
             self.close(abort=True)
             raise
+
+    def _plan(self, schedule: Schedule) -> _Plan:
+        plan = self._plans.get(id(schedule))
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            # Holding the schedule in the plan keeps its id from being given to another object.
+            plan = self._plans[id(schedule)] = _prepare(schedule, self.rank)
+        return plan
 
     def close(self, *, abort: bool = False) -> None:
         """Gives the private groups back; harmless when repeated."""

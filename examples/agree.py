@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from comm_core.runtime.errors import MTMoEError
-
 T = TypeVar("T")
 
 
@@ -18,7 +16,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box[0] = work()
-        except MTMoEError as error:
+        except Exception as error:
             box[1] = error
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:

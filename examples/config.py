@@ -69,7 +69,6 @@ class ParallelConfig(_Section):
     schedule: Literal["dualpipev", "1f1b"]
     moe_layer: Literal["mt_moe", "megatron"]
     split_weight_grad: bool
-    distributed_optimizer: bool
 
     @property
     def num_stages(self) -> int:
@@ -176,7 +175,7 @@ class _Loader(yaml.SafeLoader):
         """Builds a mapping; a repeated key is an error instead of a silent last-one-wins."""
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if isinstance(key.value, str) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
             if isinstance(key.value, str):
                 seen.add(key.value)

@@ -149,7 +149,6 @@ def build(config: Config, device: torch.device) -> Model:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
     chunks = [
         DistributedDataParallel(megatron_config, ddp_config, module, disable_bucketing=index > 0)
@@ -225,7 +224,6 @@ def build_optimizer(config: Config, model: Model) -> Any:
             clip_grad=train.clip_grad,
             bf16=train.dtype == "bf16",
             params_dtype=_DTYPES[train.dtype],
-            use_distributed_optimizer=config.parallel.distributed_optimizer,
         ),
         model.chunks,
     )

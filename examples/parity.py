@@ -15,6 +15,7 @@ Two comparisons, all in fp32 from weights seeded by global layer and expert:
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -69,9 +70,10 @@ class Setting:
         single = {"parallel.ep_size": 1, "parallel.pp_size": 1, "train.num_microbatches": count}
         return self._load({**_STOCK, **single})
 
-    def ours(self, *, clip: bool) -> Config:
+    def ours(self, *, clip: bool, num_microbatches: int | None = None) -> Config:
         """Our layer and DualPipeV."""
-        return self._load({**_OURS, **({} if clip else _NO_CLIPPING)})
+        count = {} if num_microbatches is None else {"train.num_microbatches": num_microbatches}
+        return self._load({**_OURS, **({} if clip else _NO_CLIPPING), **count})
 
     def stock(self) -> Config:
         """Stock layer and stock 1F1B on the same ranks, clipping off."""
@@ -106,7 +108,8 @@ def relative_errors(ours: dict[str, torch.Tensor], reference: dict[str, torch.Te
     for name, b in reference.items():
         a, norm = ours[name].double(), float(b.double().norm())
         distance = float((a - b.double()).norm())
-        errors[name] = distance / norm if norm else (0.0 if distance == 0 else float("inf"))
+        error = distance / norm if norm else (0.0 if distance == 0 else math.inf)
+        errors[name] = math.inf if math.isnan(error) else error
     return errors
 
 
@@ -169,6 +172,8 @@ def check(setting: Setting) -> bool:
     """Runs both comparisons; True where they hold."""
     ranks = setting.ep_size * setting.pp_size
     setting.ours(clip=True).validate_layout(ranks)
+    for count in {count for counts in setting.microbatches for count in counts}:
+        setting.ours(clip=False, num_microbatches=count).validate_layout(ranks)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save(setting, folder / "setting.pt")

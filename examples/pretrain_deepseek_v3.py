@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,6 +21,9 @@ from comm_core.runtime import env
 from comm_core.runtime.errors import MissingPackageError, UsageError
 from examples.config import Config, parse
 
+if TYPE_CHECKING:
+    from examples.session import Session
+
 
 def main(argv: list[str] | None = None) -> int:
     """Trains. Returns the exit status: 0, or 2 for a mistake in the settings, which rank 0 prints in one line."""
@@ -28,15 +31,27 @@ def main(argv: list[str] | None = None) -> int:
         config, arguments = parse(argv, description=__doc__)
         config.validate_layout(env.world_size())
         kind = devices.choose(arguments.device, num_local_ranks=env.local_world_size())
-        _run(config, kind, resume=arguments.resume)
+        session = _start(config, kind, resume=arguments.resume)
     except (UsageError, MissingPackageError) as error:
+        # Up to here a mistake is found by all ranks alike.
         if env.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    try:
+        session.train()
+    except (UsageError, MissingPackageError) as error:
+        print(f"error on rank {env.rank()}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        if env.rank() == 0:
+            print("stopped; --resume continues from the newest checkpoint", file=sys.stderr, flush=True)
+        return 130
+    # Not after an error: a peer may never come, and the wait would hide the traceback.
+    session.leave()
     return 0
 
 
-def _run(config: Config, kind: str, *, resume: bool) -> None:
+def _start(config: Config, kind: str, *, resume: bool) -> Session:
     import torch.distributed as dist
 
     import megatron_patch
@@ -58,9 +73,7 @@ def _run(config: Config, kind: str, *, resume: bool) -> None:
     megatron_patch.apply(kind, split_weight_grad=config.parallel.split_weight_grad)
     from examples.session import Session
 
-    Session.start(config, device, resume=resume).train()
-    # Not after an error: a peer may never come, and the wait would hide the traceback.
-    dist.destroy_process_group()
+    return Session.start(config, device, resume=resume)
 
 
 def _rendezvous() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 import megatron_patch
 from comm_core.runtime import trace
+from comm_core.runtime.errors import UsageError
 from examples import checkpoint, model, report
 from examples.agree import on_rank_zero
 from examples.config import Config
@@ -67,9 +68,13 @@ class Session:
 
         trainer = Trainer.build(config, device, batches)
         load = ExpertLoad(trainer.model, config.model.num_layers, config.model.num_experts, device)
-        done = 0
+        folder, done = config.run_folder / "checkpoints", 0
         if resume:
-            done = checkpoint.load_newest(config.run_folder / "checkpoints", trainer.model, trainer.optimizer)
+            shared = must_be_equal(config, prepared)
+            done = on_rank_zero(lambda: checkpoint.newest(folder, shared, config.train.steps))
+            checkpoint.load(folder, done, trainer.model, trainer.optimizer)
+        else:
+            on_rank_zero(lambda: checkpoint.clear(folder))
         return cls(config, device, prepared, trainer, load, first_step=done + 1)
 
     def train(self) -> None:
@@ -96,15 +101,25 @@ class Session:
     def _progress(self) -> contextlib.AbstractContextManager[Progress | None]:
         path, rank = self.config.run_folder / "metrics.jsonl", dist.get_rank()
         made: list[Progress] = []
-        # Broken metrics of an earlier run are found by rank 0 alone; all ranks must end then.
-        on_rank_zero(
-            lambda: made.append(Progress(path, total_steps=self.config.train.steps, start_step=self.first_step))
-        )
+
+        def make() -> None:
+            try:
+                made.append(Progress(path, total_steps=self.config.train.steps, start_step=self.first_step))
+            except OSError as error:
+                raise UsageError(
+                    f"run folder {str(path.parent)!r}: {error.strerror or error}",
+                    allowed="a folder that can be written",
+                    fix="change output or --name",
+                ) from None
+
+        # What is wrong with the folder is found by rank 0 alone; all ranks must end then.
+        on_rank_zero(make)
         return made[0] if rank == 0 else contextlib.nullcontext()
 
     def _save(self, step: int) -> None:
         trainer, keep = self.trainer, self.config.checkpoint.keep
-        checkpoint.save(self._checkpoints, step, trainer.model, trainer.optimizer, keep=keep)
+        settings = must_be_equal(self.config, self.prepared)
+        checkpoint.save(self._checkpoints, step, trainer.model, trainer.optimizer, keep=keep, settings=settings)
 
     @property
     def _checkpoints(self) -> Path:
@@ -138,7 +153,11 @@ class Session:
                 [folder / "report.html", folder / "trace.json", folder / "metrics.jsonl", self._checkpoints]
             )
         dist.barrier()
+
+    def leave(self) -> None:
+        """Gives up all communication; collective."""
         self.trainer.close()
+        dist.destroy_process_group()
 
     @staticmethod
     def _rank_name() -> str:
@@ -146,6 +165,17 @@ class Session:
             f"rank {dist.get_rank()} (pp {parallel_state.get_pipeline_model_parallel_rank()}, "
             f"ep {parallel_state.get_expert_model_parallel_rank()})"
         )
+
+
+def must_be_equal(config: Config, prepared: Prepared) -> dict[str, Any]:
+    """What a run must share with the one it continues: the model, the data and its order. Layouts may differ."""
+    train, ranks = config.train, parallel_state.get_data_parallel_world_size()
+    return {
+        "data": prepared.content_hash,
+        **{f"model.{name}": value for name, value in config.model.model_dump().items()},
+        **{f"train.{name}": getattr(train, name) for name in ("dtype", "seed", "seq_length")},
+        "sequences a step": train.num_microbatches * train.micro_batch_size * ranks,
+    }
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ class Trainer:
 
     def forward_backward(self, step: int, num_microbatches: int | None = None) -> float:
         """Gradients of one step into the DDP buffers, finalised. Returns the mean loss over all ranks."""
-        count = num_microbatches or self.config.train.num_microbatches
+        count = self.config.train.num_microbatches if num_microbatches is None else num_microbatches
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -105,9 +106,10 @@ class Trainer:
         """Optimizer step with the learning rate of `step`. Returns the gradient norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.train.learning_rate(step)
-        finite, norm, _ = self.optimizer.step()
-        if not finite:
-            raise errors.MTMoEError(f"step {step}: a gradient is not finite; lower train.lr or look at the data")
+        _, norm, _ = self.optimizer.step()
+        if not math.isfinite(norm):
+            # The norm is the same on all ranks, so all of them end here, before a checkpoint is written.
+            raise errors.MTMoEError(f"step {step}: the gradient norm is {norm}; lower train.lr or look at the data")
         return float(norm)
 
     def close(self) -> None:

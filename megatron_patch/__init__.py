@@ -18,6 +18,7 @@ from megatron_patch.patches import Patch, PatchSet
 __all__ = ["apply", "megatron_version", "report", "revert"]
 
 _PATCHES = PatchSet()
+_device = ""
 _SUPPORTED = ((0, 16), (0, 20))
 
 
@@ -58,6 +59,14 @@ def apply(device: str, *, split_weight_grad: bool = True) -> None:
         )
     if device not in devices.KINDS:
         raise UsageError(f"device {device!r}", allowed=" or ".join(devices.KINDS), fix="pass the kind of device in use")
+    global _device
+    if _PATCHES.report() and device != _device:
+        raise UsageError(
+            f"apply({device!r}) while the patches for {_device!r} are in force",
+            allowed="one kind of device a process",
+            fix="call revert() first",
+        )
+    _device = device
     from megatron_patch import platform
 
     _PATCHES.apply(platform.before_import(device), version)

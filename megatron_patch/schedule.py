@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
@@ -162,7 +162,7 @@ class PipelineSchedule:
         """
         chunks, iterators = _as_chunks(model, data_iterator)
         config = get_model_config(chunks[0])
-        _refuse_unsupported(config, unused)
+        _refuse_unsupported(config, chunks, unused)
         group = self._group or parallel_state.get_pipeline_model_parallel_group()
         schedule = self._schedule(group.size(), num_microbatches, forward_only)
         device = next(chunks[0].parameters()).device
@@ -214,7 +214,20 @@ def _as_chunks(model: Any, data_iterator: Any) -> tuple[list[Any], list[Any]]:
     return chunks, iterators
 
 
-def _refuse_unsupported(config: Any, unused: dict[str, Any]) -> None:
+def _refuse_unsupported(config: Any, chunks: list[Any], unused: dict[str, Any]) -> None:
+    # Megatron makes a second, zeroed copy on the chunk with the loss and sums it over ranks that the V does not have.
+    if any(get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights") for chunk in chunks):
+        raise UsageError(
+            "share_embeddings_and_output_weights=True with DualPipeV",
+            allowed="False (untied embedding and output layer)",
+            fix="build GPTModel with share_embeddings_and_output_weights=False",
+        )
+    if getattr(config, "mtp_num_layers", None):
+        raise UsageError(
+            f"mtp_num_layers={config.mtp_num_layers} with DualPipeV",
+            allowed="None (its copy of the embedding would not be kept equal)",
+            fix="leave multi-token prediction out",
+        )
     if getattr(config, "variable_seq_lengths", False):
         raise UsageError("variable_seq_lengths=True with DualPipeV", allowed="False", fix="pad to one sequence length")
     if unused.get("adjust_tensor_shapes_fn") is not None:

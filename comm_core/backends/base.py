@@ -29,7 +29,7 @@ class Capabilities:
         needs_token_bound: num_max_tokens_per_rank must be given.
         host_checked_kinds: kinds of devices where every call's settings are compared across ranks before its data
             moves; elsewhere that is so for calls with a count exchange, and others report a disagreement later.
-        fp8: x may be a pair (data, scales).
+        fp8_kinds: device kinds on which x may be a pair (data, scales).
         worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
     """
@@ -39,7 +39,7 @@ class Capabilities:
     hidden_multiple: int
     needs_token_bound: bool
     host_checked_kinds: tuple[str, ...]
-    fp8: bool
+    fp8_kinds: tuple[str, ...]
     worst_case_outputs: bool
     single_reduction: bool
 

@@ -45,7 +45,8 @@ class CollectiveBackend:
         hidden_multiple=1,
         needs_token_bound=False,
         host_checked_kinds=("cpu",),
-        fp8=True,
+        # On two H200 the conformance suite found wrong received pairs; refused there until that is understood.
+        fp8_kinds=("cpu",),
         worst_case_outputs=True,
         single_reduction=True,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from comm_core.runtime.errors import UsageError
+
 
 def local_rank() -> int:
     """Index of this process on its host, as torchrun sets it (LOCAL_RANK); 0 outside torchrun."""
@@ -32,7 +34,16 @@ def has_launcher() -> bool:
 
 def timeout_seconds() -> float:
     """Bound of every host wait in seconds (EP_CPU_TIMEOUT_SECS, DeepEP's name); 300 by default."""
-    return float(os.environ.get("EP_CPU_TIMEOUT_SECS", "300"))
+    text = os.environ.get("EP_CPU_TIMEOUT_SECS", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(
+            f"EP_CPU_TIMEOUT_SECS={text!r}", allowed="seconds, above 0", fix="set it to a number or unset it"
+        )
+    return seconds
 
 
 def for_child(**defaults: str) -> dict[str, str]:

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.megatron
 
 
 def _config(**overrides: Any) -> Any:
-    return case.configure(parallel__pp_size=1, parallel__schedule="1f1b", **overrides)
+    groups = {"model__num_groups": 4, "model__group_topk": 2}
+    return case.configure(parallel__pp_size=1, parallel__schedule="1f1b", **{**groups, **overrides})
 
 
 def _pair(transformer_config: Any, rank: int) -> tuple[Any, Any]:
