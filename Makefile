@@ -1,11 +1,11 @@
 # make run   trains the tiny model on four processes (make run ARGS="--steps 20 --data my.txt")
-# make test  lint, types, import rules and every test (make test ARGS="-k router")
+# make test  lint, types, import rules and every test but the slow ones, which make test-slow runs (ARGS="-k router")
 # Both set up what they need in .venv, once. Another interpreter: make run PYTHON=python3.12
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help run test lint format clean
+.PHONY: help run test test-slow lint format clean
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -46,8 +46,11 @@ run: $(VENV)/.run
 	    --config $(CONFIG) $(ARGS) 2>&1 1>&3 | (trap "" INT; exec sed -uE "$$QUIET" >&2); } 3>&1
 
 test: lint $(MEGATRON)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest $(PARALLEL) -m megatron $(ARGS)$(if $(ARGS), || [ $$? = 5 ])
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest $(PARALLEL) -m "megatron and not slow" $(ARGS)$(if $(ARGS), || [ $$? = 5 ])
+
+test-slow: $(VENV)/.dev $(MEGATRON)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -119,6 +119,7 @@ def test_install_refuses_what_is_bound_already(tmp_path: Path) -> None:
     assert done.returncode == 1 and "deep_ep is imported already, from" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_install_after_megatron_says_why(tmp_path: Path) -> None:
     start = "import megatron_patch\nmegatron_patch.apply('cpu')\n"  # 0.19 asks for triton without it
@@ -266,6 +267,7 @@ def _train(rank: int, dispatcher: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_megatron_trains_as_with_alltoall() -> None:
     """moe_token_dispatcher_type=flex, backend deepep: losses of alltoall to five digits over four steps of bf16."""

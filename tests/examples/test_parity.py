@@ -11,8 +11,6 @@ import torch
 
 from examples import parity
 
-pytestmark = pytest.mark.megatron
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -21,6 +19,7 @@ def _parity(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
 
 
+@pytest.mark.megatron
 def test_parity_holds() -> None:
     done = _parity()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from comm_core.runtime import env
+from comm_core.runtime.errors import UsageError
 from examples import progress
 from examples.pretrain_deepseek_v3 import main
 
@@ -104,13 +105,34 @@ def test_resume_reaches_the_same_losses(trained: tuple[Path, str]) -> None:
     ]
 
 
-def test_bf16_with_stock_parts_trains(trained: tuple[Path, str]) -> None:
+def test_what_a_run_may_continue_from(tmp_path: Path) -> None:
+    from examples import checkpoint
+
+    settings = {"data": "abc", "train.seed": 1}
+    for step in (3, 6):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "partial_00000009").mkdir()
+    assert checkpoint.steps(tmp_path) == [3, 6]
+    assert checkpoint.newest(tmp_path, settings, last_step=7) == 6
+    with pytest.raises(UsageError, match=r"train.steps=6; allowed: more than 6 steps"):
+        checkpoint.newest(tmp_path, settings, last_step=6)
+    with pytest.raises(UsageError, match=r"train.seed=2; allowed: 1, as it was saved"):
+        checkpoint.newest(tmp_path, {**settings, "train.seed": 2}, last_step=9)
+    checkpoint.clear(tmp_path)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_a_new_run_in_bf16_with_stock_parts_replaces_an_older_one(trained: tuple[Path, str]) -> None:
+    folder = trained[0]
+    shutil.copytree(folder / "whole", folder / "stock")
     settings = ("train.dtype=bf16", "parallel.schedule=1f1b", "parallel.moe_layer=megatron", "checkpoint.interval=9")
     arguments = [part for setting in settings for part in ("--set", setting)]
-    _train(trained[0], "--steps", "2", "--name", "stock", *arguments)
-    stock = progress.read(trained[0] / "stock" / "metrics.jsonl")
-    whole = progress.read(trained[0] / "whole" / "metrics.jsonl")
+    _train(folder, "--steps", "2", "--name", "stock", *arguments)
+    stock, whole = (progress.read(folder / name / "metrics.jsonl") for name in ("stock", "whole"))
     assert stock[0].loss == pytest.approx(whole[0].loss, rel=5e-3) and stock[0].loss != whole[0].loss
+    assert [row.step for row in stock] == [1, 2]
+    assert [path.name for path in (folder / "stock" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 MISTAKES = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_patch
+from comm_core.runtime.errors import UsageError
 
 pytestmark = pytest.mark.megatron
 
@@ -80,3 +81,8 @@ def test_random_state_is_torchs_own(applied: None) -> None:
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(4), first)
     assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(5)), first)
+
+
+def test_another_device_needs_a_revert(applied: None) -> None:
+    with pytest.raises(UsageError, match=r"apply\('musa'\) while the patches for 'cpu' are in force"):
+        megatron_patch.apply("musa")

@@ -108,7 +108,29 @@ def _contract(rank: int) -> list[str]:
             problems.append("a single chunk was accepted")
         except UsageError:
             pass
+        problems += _refused(ours)
         ours.close()
+    return problems
+
+
+def _refused(ours: Any) -> list[str]:
+    """Model features that would train wrongly in the V must be refused."""
+    from comm_core.runtime.errors import UsageError
+
+    problems = []
+    for holder, name, value in (
+        (ours.model.config, "mtp_num_layers", 1),
+        (ours.model.chunks[1].module, "share_embeddings_and_output_weights", True),
+    ):
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        try:
+            ours.forward_backward(1)
+            problems.append(f"{name}={value} was accepted")
+        except UsageError as error:
+            if f"{name}={value}" not in str(error):
+                problems.append(f"unclear message: {error}")
+        setattr(holder, name, before)
     return problems
 
 
