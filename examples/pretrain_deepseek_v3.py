@@ -7,7 +7,9 @@ Only light imports stand at the top: checkpoint writers start helper processes t
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from examples.session import Session
 
 
+GRACE_SECONDS = 3.0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains. Returns the exit status: 0, or 2 for a mistake in the settings, which rank 0 prints in one line."""
     try:
@@ -36,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         # Up to here a mistake is found by all ranks alike.
         if env.rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one has ended, which must not be before rank 0 has spoken.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(GRACE_SECONDS)
         return 2
     try:
         session.train()

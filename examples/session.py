@@ -37,6 +37,7 @@ class Session:
     trainer: Trainer
     load: ExpertLoad
     first_step: int
+    progress: Progress | None
 
     @classmethod
     def start(cls, config: Config, device: torch.device, *, resume: bool) -> Session:
@@ -73,9 +74,10 @@ class Session:
             shared = must_be_equal(config, prepared)
             done = on_rank_zero(lambda: checkpoint.newest(folder, shared, config.train.steps))
             checkpoint.load(folder, done, trainer.model, trainer.optimizer)
-        else:
+        progress = open_progress(config, done + 1)
+        if not resume:
             on_rank_zero(lambda: checkpoint.clear(folder))
-        return cls(config, device, prepared, trainer, load, first_step=done + 1)
+        return cls(config, device, prepared, trainer, load, done + 1, progress)
 
     def train(self) -> None:
         """Runs the remaining steps, writes checkpoints, then the report and the trace on rank 0."""
@@ -83,7 +85,7 @@ class Session:
         recorder = trace.Recorder(dist.get_rank(), self.device)
         recorded = config.traced_steps(self.first_step)
         total_load = torch.zeros(config.model.num_layers, config.model.num_experts)
-        with self._progress() as progress:
+        with self.progress or contextlib.nullcontext() as progress:
             for step in range(self.first_step, config.train.steps + 1):
                 began = time.monotonic()
                 with trace.recording(recorder if step in recorded else None), trace.span("step", "step", step=step):
@@ -97,24 +99,6 @@ class Session:
                 if step % config.checkpoint.interval == 0 or step == config.train.steps:
                     self._save(step)
             self._finish(recorder, progress, total_load)
-
-    def _progress(self) -> contextlib.AbstractContextManager[Progress | None]:
-        path, rank = self.config.run_folder / "metrics.jsonl", dist.get_rank()
-        made: list[Progress] = []
-
-        def make() -> None:
-            try:
-                made.append(Progress(path, total_steps=self.config.train.steps, start_step=self.first_step))
-            except OSError as error:
-                raise UsageError(
-                    f"run folder {str(path.parent)!r}: {error.strerror or error}",
-                    allowed="a folder that can be written",
-                    fix="change output or --name",
-                ) from None
-
-        # What is wrong with the folder is found by rank 0 alone; all ranks must end then.
-        on_rank_zero(make)
-        return made[0] if rank == 0 else contextlib.nullcontext()
 
     def _save(self, step: int) -> None:
         trainer, keep = self.trainer, self.config.checkpoint.keep
@@ -165,6 +149,25 @@ class Session:
             f"rank {dist.get_rank()} (pp {parallel_state.get_pipeline_model_parallel_rank()}, "
             f"ep {parallel_state.get_expert_model_parallel_rank()})"
         )
+
+
+def open_progress(config: Config, first_step: int) -> Progress | None:
+    """Screen and metrics on rank 0, None elsewhere; what is wrong with the folder is raised on all ranks."""
+    path = config.run_folder / "metrics.jsonl"
+    made: list[Progress] = []
+
+    def make() -> None:
+        try:
+            made.append(Progress(path, total_steps=config.train.steps, start_step=first_step))
+        except OSError as error:
+            raise UsageError(
+                f"run folder {str(path.parent)!r}: {error.strerror or error}",
+                allowed="a folder that can be written",
+                fix="change output or --name",
+            ) from None
+
+    on_rank_zero(make)
+    return made[0] if made else None
 
 
 def must_be_equal(config: Config, prepared: Prepared) -> dict[str, Any]:

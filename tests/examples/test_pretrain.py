@@ -156,6 +156,8 @@ MISTAKES = [
 def test_a_mistake_is_one_line_and_exit_2(
     arguments: list[str], given: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("examples.pretrain_deepseek_v3.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     for rank in ("0", "1"):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
             monkeypatch.setenv(name, value)
