@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from comm_core.event import EventHandle, EventOverlap
     from comm_core.handle import EPHandle
     from comm_core.legacy import Buffer, Config
-    from comm_core.validate import topk_idx_t
+    from comm_core.runtime.env import topk_idx_t
 
 # Resolved at first use, so that importing comm_core.runtime or comm_core.layout loads nothing else.
 _WHERE = {
@@ -20,7 +20,7 @@ _WHERE = {
     "EPHandle": ("comm_core.handle", "EPHandle"),
     "EventHandle": ("comm_core.event", "EventHandle"),
     "EventOverlap": ("comm_core.event", "EventOverlap"),
-    "topk_idx_t": ("comm_core.validate", "topk_idx_t"),
+    "topk_idx_t": ("comm_core.runtime.env", "topk_idx_t"),
 }
 
 __all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]

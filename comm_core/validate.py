@@ -16,9 +16,9 @@ import torch.distributed as dist
 from comm_core import fp8, sizes
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
+from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
 
-topk_idx_t = torch.int64
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 MAX_TOPK = 32
 
@@ -228,7 +228,7 @@ def routing(
             allowed=f"a multiple of {limits.num_ranks}",
             fix="choose an expert-parallel size that divides the experts",
         )
-    topk_idx = tensor("topk_idx", topk_idx, dims=2, dtypes=(topk_idx_t,), device=limits.device)
+    topk_idx = tensor("topk_idx", topk_idx, dims=2, dtypes=env.topk_idx_dtypes(), device=limits.device)
     if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
         raise UsageError(f"num_topk = {topk_idx.shape[1]}", allowed=f"1 to {MAX_TOPK}", fix="choose fewer experts")
     if bound and topk_idx.shape[0] > bound:

@@ -105,7 +105,7 @@ class CollectiveBackend:
         num_experts, alignment = job.settings["num_experts"], job.settings["expert_alignment"]
         if job.kept is not job.topk_idx:
             job.kept.copy_(job.topk_idx)
-        topk_idx = job.kept
+        topk_idx = job.kept.to(torch.int64)  # callers may have narrower ids
         problem = layout.check_ids(topk_idx, num_experts)
         num_tokens, num_topk = topk_idx.shape
         send = None if problem else layout.plan_send(topk_idx, num_experts, self.num_ranks)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from comm_core.event import EventHandle, EventOverlap
     from comm_core.handle import EPHandle
     from comm_core.legacy import Buffer, Config
-    from comm_core.validate import topk_idx_t
+    from comm_core.runtime.env import topk_idx_t
 
 # The upstream version whose interface this is.
 __version__ = "2.1.0"
@@ -36,7 +36,7 @@ _WHERE = {
     "EventOverlap": "comm_core.event",
     "get_logical_domain_size": "comm_core.deep_ep.utils.comm",
     "get_physical_domain_size": "comm_core.deep_ep.utils.comm",
-    "topk_idx_t": "comm_core.validate",
+    "topk_idx_t": "comm_core.runtime.env",
 }
 
 __all__ = [

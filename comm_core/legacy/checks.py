@@ -12,8 +12,9 @@ from comm_core.elastic import Event
 from comm_core.legacy import routing
 from comm_core.legacy.config import Config
 from comm_core.legacy.transport import FLOATS
+from comm_core.runtime import env
 from comm_core.runtime.errors import CommError, UsageError
-from comm_core.validate import MAX_TOPK, same_shape, tensor, topk_idx_t, whole
+from comm_core.validate import MAX_TOPK, same_shape, tensor, whole
 
 SCALES = (torch.float32, torch.int32)
 _BOTH_OR_NONE = "topk_idx and topk_weights, or neither"
@@ -167,7 +168,7 @@ class DispatchArgs:
                     fix="pass topk_idx: it marks the rows that arrived",
                 )
             return
-        ids = tensor("topk_idx", self.topk_idx, dims=2, dtypes=(topk_idx_t,), device=device)
+        ids = tensor("topk_idx", self.topk_idx, dims=2, dtypes=env.topk_idx_dtypes(), device=device)
         if not 1 <= ids.shape[1] <= MAX_TOPK or ids.shape[0] != num_tokens:
             raise UsageError(
                 f"topk_idx of shape {list(ids.shape)}",

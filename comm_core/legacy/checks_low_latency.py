@@ -9,8 +9,9 @@ import torch
 
 from comm_core import layout
 from comm_core.legacy.blocks import BlockHandle
+from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
-from comm_core.validate import Limits, routing, same_shape, tensor, topk_idx_t
+from comm_core.validate import Limits, routing, same_shape, tensor
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -124,7 +125,7 @@ class CombineArgs:
                 allowed="bf16 rows in the tensor of get_next_low_latency_combine_buffer(handle), without use_logfmt",
                 fix="ask for that tensor and fill it",
             )
-        ids = tensor("topk_idx", self.topk_idx, dims=2, dtypes=(topk_idx_t,), device=device)
+        ids = tensor("topk_idx", self.topk_idx, dims=2, dtypes=env.topk_idx_dtypes(), device=device)
         same_shape("topk_idx", ids, tuple(handle.topk_idx.shape), "the ids of the dispatch")
         if bool(((ids != handle.topk_idx) & (ids >= 0)).any()):
             raise UsageError("topk_idx of another routing", allowed="that of the dispatch", fix="pass it again")

@@ -52,6 +52,7 @@ def layout_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Layou
         int32 [num_ranks], int32 [num_experts], bool [num_tokens, num_ranks].
     """
     num_tokens, num_local = topk_idx.shape[0], num_experts // num_ranks
+    topk_idx = topk_idx.to(torch.int64)
     masked = topk_idx < 0
     per_expert = torch.bincount(topk_idx[~masked], minlength=num_experts).to(torch.int32)
     ranks = topk_idx.div(num_local, rounding_mode="floor").masked_fill(masked, num_ranks)
