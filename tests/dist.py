@@ -1,4 +1,8 @@
-"""Runs a function on several spawned processes joined in one gloo group, and reports every rank that failed."""
+"""Runs a function on several fresh processes joined in one gloo group, and reports every rank that failed.
+
+The processes are forked from a server that has imported torch and little else: it has no threads and has touched no
+device, so a process costs milliseconds instead of the seconds of an import. `tests.pool` has processes that stay.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "psutil"])
+
 
 class RankFailure(AssertionError):
     """Some ranks raised, died or did not finish; the message holds the traceback of each."""
 
 
-def _child(rank: int, num_ranks: int, store: str, timeout: float, fn: Callable[..., Any], args: Any, out: Any) -> None:
+def call_in_group(
+    rank: int, num_ranks: int, store: str, timeout: float, fn: Callable[..., Any], args: Any
+) -> tuple[bool, Any]:
+    """Calls `fn(rank, *args)` inside a gloo group that is gone afterwards: (True, result) or (False, traceback)."""
     torch.set_num_threads(1)
     try:
         # A file store needs no port, so that parallel test runs can not collide.
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
         )
-        result = fn(rank, *args)
-        out.put((rank, True, result))
+        return True, fn(rank, *args)
     except BaseException:
-        out.put((rank, False, traceback.format_exc()))
+        return False, traceback.format_exc()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def failure(
+    answers: dict[int, tuple[bool, Any]], num_ranks: int, exit_code: Callable[[int], int | None]
+) -> RankFailure | None:
+    """What to raise for the ranks that failed or gave no answer; None where all are good."""
+    problems = [f"--- rank {rank}\n{value}" for rank, (good, value) in sorted(answers.items()) if not good]
+    problems += [
+        f"--- rank {rank}: no answer (exit code {exit_code(rank)})" for rank in range(num_ranks) if rank not in answers
+    ]
+    return RankFailure("\n".join(["", *problems])) if problems else None
+
+
+def _child(rank: int, num_ranks: int, store: str, timeout: float, fn: Callable[..., Any], args: Any, out: Any) -> None:
+    out.put((rank, *call_in_group(rank, num_ranks, store, timeout, fn, args)))
 
 
 def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -47,12 +71,11 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
     Raises:
         RankFailure: with the traceback of every rank that raised and the name of every rank that gave no answer.
     """
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
+    out = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         children = [
-            context.Process(target=_child, args=(rank, num_ranks, store, timeout, fn, args, out), daemon=True)
+            CONTEXT.Process(target=_child, args=(rank, num_ranks, store, timeout, fn, args, out), daemon=True)
             for rank in range(num_ranks)
         ]
         for child in children:
@@ -74,12 +97,7 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
             if child.is_alive():
                 child.kill()
                 child.join()
-    problems = [f"--- rank {rank}\n{value}" for rank, (good, value) in sorted(answers.items()) if not good]
-    problems += [
-        f"--- rank {rank}: no answer (exit code {children[rank].exitcode})"
-        for rank in range(num_ranks)
-        if rank not in answers
-    ]
-    if problems:
-        raise RankFailure("\n".join(["", *problems]))
+    problem = failure(answers, num_ranks, lambda rank: children[rank].exitcode)
+    if problem is not None:
+        raise problem
     return [answers[rank][1] for rank in range(num_ranks)]

@@ -14,7 +14,7 @@ from comm_core import ElasticBuffer, layout
 from comm_core.backends import registry
 from comm_core.runtime import device as devices
 from tests.comm_core import cases
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 # The groups of one run of four processes: every size, one of them with a gap.
 GROUPS = ([0, 1, 2, 3], [0, 1, 3], [1, 2], [2])

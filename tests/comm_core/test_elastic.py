@@ -13,7 +13,7 @@ from comm_core import ElasticBuffer, sizes
 from comm_core.event import CommQueue
 from comm_core.runtime.errors import ClosedError, CommError, UsageError
 from tests.comm_core import cases
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 MIB2 = 2 << 20
 

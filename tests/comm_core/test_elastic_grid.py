@@ -16,7 +16,7 @@ import torch
 from comm_core import ElasticBuffer, EPHandle, EventOverlap, fp8, reference
 from comm_core.backends import registry
 from tests.comm_core import cases
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 CASE = cases.Case(0, (7, 6, 5), 256, 4, 4, torch.bfloat16, num_bias=2)
 # previous_event asks for allocate_on_comm_stream, so of eight combinations of the last three options six are left.

@@ -14,7 +14,7 @@ from comm_core import ElasticBuffer
 from comm_core.backends import registry
 from comm_core.runtime.errors import ClosedError, MTMoEError, UsageError
 from tests.comm_core import cases
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 CASE = cases.Case(0, (5, 0, 7), 40, 3, 4, torch.bfloat16, masked=0.0)
 Call = Callable[[ElasticBuffer, int, "Inputs"], Any]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
 from dualpipe import DualPipe, DualPipeV, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
-from tests.dist import run_ranks
 from tests.dualpipe.pipelines import groups_of_four
+from tests.pool import run_ranks
 
 HIDDEN, ROWS, CHUNKS = 32, 3, 20
 

@@ -24,7 +24,6 @@ from dualpipe.module_stages import ModuleStages
 from dualpipe.p2p import Edge
 from dualpipe.pipeline import Pipeline, stages_of_rank
 from dualpipe.schedule import dualpipev, with_communication
-from tests.dist import run_ranks
 from tests.dualpipe.pipelines import (
     HIDDEN,
     ROWS,
@@ -38,6 +37,7 @@ from tests.dualpipe.pipelines import (
     serial,
     worst_error,
 )
+from tests.pool import run_ranks
 
 CASES = [
     ("dualpipev", 2, [3, 5, 4]),

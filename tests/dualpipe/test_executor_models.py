@@ -20,8 +20,8 @@ from dualpipe.actions import StageKey
 from dualpipe.p2p import Edge
 from dualpipe.pipeline import Pipeline, stages_of_rank
 from dualpipe.schedule import SCHEDULES, build
-from tests.dist import run_ranks
 from tests.dualpipe.pipelines import CPU, HIDDEN, TOLERANCE, Stage, criterion, make_stages, share_of, worst_error
+from tests.pool import run_ranks
 
 RANKS = 2
 

@@ -15,7 +15,7 @@ from comm_core.runtime.errors import ClosedError, CommError, CommTimeoutError
 from dualpipe.actions import Payload, StageKey, recv, send
 from dualpipe.p2p import Edge, PeerToPeer
 from dualpipe.pipeline import Pipeline
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 EDGE = Edge((2, 3), torch.float32, torch.device("cpu"))
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from comm_core import ElasticBuffer
 from mt_moe.functional import fan_out, launch_combine, launch_dispatch, wait_combine, wait_dispatch
-from tests.dist import run_ranks
 from tests.mt_moe.recorded import Mark, RecordedBuffer
+from tests.pool import run_ranks
 
 HIDDEN, EXPERTS, TOPK = 8, 6, 3
 

@@ -16,9 +16,9 @@ from comm_core import ElasticBuffer
 from comm_core.runtime.errors import UsageError
 from mt_moe import MoEConfig, MoELayer
 from mt_moe.router import Routing
-from tests.dist import run_ranks
 from tests.mt_moe.recorded import Mark, RecordedBuffer
 from tests.mt_moe.reference import balance_loss_of, moe_token
+from tests.pool import run_ranks
 
 FULL = MoEConfig(
     hidden=10,
