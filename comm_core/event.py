@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from comm_core.runtime import device as devices
+from comm_core.runtime import env
 from comm_core.runtime.errors import ClosedError, UsageError
 
 
@@ -183,6 +185,7 @@ class CommQueue:
         self._stream: Any = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._held: deque[tuple[EventHandle, tuple[torch.Tensor, ...]]] = deque()
         if device.type != "cpu":
             self._stream = devices.new_stream(device, priority=-1)
         else:
@@ -215,7 +218,8 @@ class CommQueue:
                 An event that failed fails this work with the same error, and `fn` is not called.
             host_check: an event of a host queue with the same meaning, which a side stream does not wait for
                 (that would stall the host): there its failure is reported by whoever submitted it.
-            tensors: what `fn` reads and writes; kept from reuse until the side stream is past it.
+            tensors: what `fn` reads and writes; kept from reuse until the side stream is past it (by record_stream,
+                or with EP_AVOID_RECORD_STREAM=1 by reference until a later call finds the work done).
             on_failure: called with the error, before anyone who waits sees it, where `fn` or an event failed.
         """
         if self._closed:
@@ -234,9 +238,19 @@ class CommQueue:
                 event.current_stream_wait()
             fn()
             done = EventHandle(self.device)
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+        self._hold(done, tensors)
         return done
+
+    def _hold(self, done: EventHandle, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps memory from reuse until the side stream is past `done`."""
+        if not env.avoid_record_stream():
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+            return
+        # By reference instead: the allocator then needs no event of its own, and a peak of memory is not prolonged.
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        self._held.append((done, tuple(tensors)))
 
     def allocating(self, on_queue: bool) -> contextlib.AbstractContextManager[Any]:
         """Context in which new tensors belong to this queue's stream; no difference on the CPU."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import pickle
 import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import comm_core
+import comm_core.deep_ep
+from comm_core import event
 from comm_core.runtime import device, env, trace
 from comm_core.runtime.errors import CommTimeoutError, MissingPackageError, MTMoEError, UsageError
 
@@ -44,11 +54,93 @@ def test_devices() -> None:
     assert device.count("cpu") == 1
 
 
-def test_the_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EP_CPU_TIMEOUT_SECS", raising=False)
-    assert env.timeout_seconds() == 300
-    monkeypatch.setenv("EP_CPU_TIMEOUT_SECS", "7.5")
-    assert env.timeout_seconds() == 7.5
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*env.DEFAULTS, *env.DEEPEP_UNUSED):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_variables_of_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
+    _forget(monkeypatch)
+    assert (env.timeout_seconds(), env.device_timeout_seconds(), env.avoid_record_stream()) == (300, 100, False)
+    assert env.kernel_cache_dir() is None and env.topk_idx_dtypes() == (torch.int64,)
+    assert env.in_use() == {} and env.unused() == []
+    given = {"EP_CPU_TIMEOUT_SECS": "7.5", "EP_GPU_TIMEOUT_SECS": "9", "EP_AVOID_RECORD_STREAM": "1"}
+    given |= {"EP_JIT_CACHE_DIR": "/some/place", "EP_NUM_TOPK_IDX_BITS": "32"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert (env.timeout_seconds(), env.device_timeout_seconds(), env.avoid_record_stream()) == (7.5, 9, True)
+    assert env.kernel_cache_dir() == Path("/some/place")
+    assert env.topk_idx_dtypes() == (torch.int32, torch.int64) and env.in_use() == given
+    for module in (comm_core, comm_core.deep_ep, importlib.import_module("comm_core.deep_ep._C"), env):
+        assert module.topk_idx_t == torch.int32
+    for text in ("0", "64", ""):  # 0 is automatic
+        monkeypatch.setenv("EP_NUM_TOPK_IDX_BITS", text)
+        assert comm_core.topk_idx_t == torch.int64
+    monkeypatch.setenv("EP_NIC_NAME", "mlx5_1")
+    monkeypatch.setenv("EP_JIT_DEBUG", "0")
+    assert env.unused() == ["EP_NIC_NAME", "EP_JIT_DEBUG"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read", "allowed"),
+    [
+        ("EP_CPU_TIMEOUT_SECS", "soon", env.timeout_seconds, "above 0"),
+        ("EP_GPU_TIMEOUT_SECS", "-1", env.device_timeout_seconds, "above 0"),
+        ("EP_AVOID_RECORD_STREAM", "yes", env.avoid_record_stream, "0 or 1"),
+        ("EP_NUM_TOPK_IDX_BITS", "16", env.topk_idx_dtypes, "32 or 64"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    name: str, value: str, read: Callable[[], object], allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name}='{value}'; allowed: .*{allowed}"):
+        read()
+
+
+class _FakeDevice:
+    """Stands for comm_core.runtime.device: streams whose events are complete when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.recorded: list[Any] = []
+
+    def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return None
+
+    def use_stream(self, device: torch.device, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def new_event(self, device: torch.device) -> Any:
+        return SimpleNamespace(record=lambda stream: None, query=lambda: self.done)
+
+
+@pytest.mark.parametrize("avoid", ["0", "1"])
+def test_record_stream_can_be_avoided(avoid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either the allocator is told about a tensor, or the queue holds it until its work is done."""
+    fake = _FakeDevice()
+    monkeypatch.setattr(event, "devices", fake)
+    monkeypatch.setenv("EP_AVOID_RECORD_STREAM", avoid)
+
+    class Storage(torch.Tensor):
+        def record_stream(self, stream: Any) -> None:
+            fake.recorded.append(stream)
+
+    queue = event.CommQueue(torch.device("meta"), "q")
+    first = torch.zeros(3).as_subclass(Storage)
+    alive = weakref.ref(first)
+    queue.submit(lambda: None, tensors=[first])
+    del first
+    assert fake.recorded == ([] if avoid == "1" else [queue.stream])
+    assert (alive() is not None) == (avoid == "1")
+    queue.submit(lambda: None)
+    assert (alive() is not None) == (avoid == "1"), "the work is not done yet"
+    fake.done = True
+    queue.submit(lambda: None)
+    assert alive() is None
 
 
 def test_spans_of_all_threads_are_recorded_while_a_recorder_is_active() -> None:
