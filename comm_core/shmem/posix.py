@@ -302,7 +302,20 @@ class SymmetricHeap:
             pass
 
     def _wait(self, word: int, target: int, where: str) -> None:
-        pending = self._pending(word, target, self._others)
+        self.wait_for(where, self._others, lambda peers: [peer for peer in peers if self._words[peer][word] < target])
+
+    def wait_for(self, where: str, peers: list[int], missing: Callable[[list[int]], list[int]]) -> None:
+        """Waits until every one of `peers` has written something; any thread may.
+
+        Args:
+            where: operation, for messages.
+            peers: ranks to wait for.
+            missing: those of a list of ranks that have not written it yet.
+
+        Raises:
+            PeerTimeout: a rank did not come in time or never will, with its number.
+        """
+        pending = missing(peers)
         start = time.monotonic()
         looked, spins, pause = start, 0, _SHORTEST
         while pending:
@@ -310,7 +323,7 @@ class SymmetricHeap:
             if self._aborted:
                 raise CommError(f"{self._who(where)} was given up because the buffer is closed")
             if now - looked > _LIVENESS or now - start > self.timeout:
-                self._raise_if_lost(word, target, where, pending)
+                self._raise_if_lost(missing, where, pending)
                 looked = now
             if now - start > self.timeout:
                 names = ", ".join(f"rank {peer}" for peer in pending)
@@ -324,19 +337,31 @@ class SymmetricHeap:
                 time.sleep(pause)
                 pause = min(_LONGEST, 1.5 * pause)
             spins += 1
-            pending = self._pending(word, target, pending)
+            pending = missing(pending)
         self._fence()
 
-    def _pending(self, word: int, target: int, peers: list[int]) -> list[int]:
-        return [peer for peer in peers if self._words[peer][word] < target]
+    def fence(self) -> None:
+        """Stores that this rank made before are seen before those it makes after."""
+        self._fence()
 
-    def _raise_if_lost(self, word: int, target: int, where: str, pending: list[int]) -> None:
+    def hand_over(self, handle: int, num_bytes: int) -> list[int]:
+        """Gives a file to every other rank and takes theirs: their descriptors by rank, -1 for this one. Collective.
+
+        The caller closes them. Runs where `share` runs, so that files of segments do not come in between.
+        """
+        assert self._peers is not None
+        self._update_window()
+        for peer in self._others:
+            self._peers.send_file(peer, handle, -1, num_bytes)
+        return [-1 if peer == self.rank else self._peers.take_file(peer)[0] for peer in range(len(self.ranks))]
+
+    def _raise_if_lost(self, missing: Callable[[list[int]], list[int]], where: str, pending: list[int]) -> None:
         """Raises where a rank that has not answered never will."""
         assert self._peers is not None
         for peer in pending:
             state, gone = self._words[peer][_STATE], self._peers.ended(peer)
             # A rank may answer and then leave: its word was written before.
-            if (state == _OPEN and not gone) or not self._pending(word, target, [peer]):
+            if (state == _OPEN and not gone) or not missing([peer]):
                 continue
             who = f"{self._who(where)} waits for rank {peer}, which"
             if gone and state == _OPEN:

@@ -63,6 +63,7 @@ class Window:
 
     Args:
         num_ranks: number of segments.
+        stride: bytes between two of them, a multiple of the page size; by default as many as addresses allow.
 
     Attributes:
         stride: bytes between the beginnings of two segments, the most one can hold.
@@ -70,8 +71,8 @@ class Window:
             segment may be written.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self.stride = min(_STRIDE, _RANGE >> (num_ranks - 1).bit_length())
+    def __init__(self, num_ranks: int, stride: int | None = None) -> None:
+        self.stride = min(_STRIDE, _RANGE >> (num_ranks - 1).bit_length()) if stride is None else stride
         self._length = num_ranks * self.stride
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
