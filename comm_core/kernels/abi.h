@@ -1,0 +1,184 @@
+// What the host and the kernels share: structs of plain words, the same in library.py. Field meanings stand here once.
+#pragma once
+
+#include <cstdint>
+
+constexpr int MT_MAX_RANKS = 64;      // of one scale-up domain
+constexpr int MT_MAX_TOPK = 32;       // one lane of a warp each
+constexpr int MT_CHUNK = 512;         // received rows that one block of the layout kernels handles at a time
+constexpr int MT_TOKENS = 256;        // own tokens that one block of the layout kernels handles
+constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
+constexpr int MT_SEGMENTS = 3;        // control, ring, pool
+
+// Words of a header: what a rank tells every other at the start of an operation.
+enum MtHeader : int {
+  MT_SEQ = 0,         // number of the operation, written last
+  MT_HASH = 1,        // of the settings of the call
+  MT_STATUS = 2,      // MtStatus of this rank
+  MT_NUM_TOKENS = 3,
+  MT_X = 4,           // where rows, weights and scales (or lists) of this rank begin: two words and a segment each
+  MT_WEIGHTS = 7,
+  MT_SCALES = 10,
+  MT_LENT = 13,       // 1: the rows are the caller's own memory, so the operation ends when all have read them
+  MT_COUNTS = 16,     // rows this rank sends to each
+};
+
+enum MtStatus : uint32_t {
+  MT_OK = 0,
+  MT_BAD_ID = 1,      // an id out of range or twice in a row: the lane counts as masked
+  MT_REFUSED = 2,     // the call is wrong on this rank, nothing moves
+  MT_TOO_MANY = 4,    // more tokens than handles of this channel have room for: all make room and repeat
+};
+
+// Words of the record by which the host learns counts, in mapped host memory.
+enum MtRecord : int {
+  MT_REC_SEQ = 0,     // written last
+  MT_REC_STATUS = 1,  // of all ranks, or-ed
+  MT_REC_DIFFERENT = 2,  // 1: not all hashes are equal
+  MT_REC_ROWS = 3,
+  MT_REC_EXPANDED = 4,
+  MT_REC_TABLES = 8,  // tokens of each rank, matrix[src][dst], then rows of each local expert
+};
+
+// Words of the fault record in mapped host memory, set once: who waited for whom in vain.
+enum MtFault : int {
+  MT_FAULT_SET = 0,
+  MT_FAULT_PEER = 1,
+  MT_FAULT_NUMBER = 2,     // of the call, as the host counts them
+  MT_FAULT_DIFFERENT = 3,  // number of the first call whose settings differ between ranks, or that a rank refused
+};
+
+// Offsets into the control segment of a rank.
+constexpr uint64_t MT_AT_HEADERS = 0;  // [2][MT_MAX_RANKS][MT_HEADER_WORDS] words, the second index is the writer
+constexpr uint64_t MT_AT_DONE = 2ull * MT_MAX_RANKS * MT_HEADER_WORDS * 4;  // [MT_MAX_RANKS] words, by writer
+constexpr uint64_t MT_AT_STATE = MT_AT_DONE + MT_MAX_RANKS * 4;             // MtState, local
+constexpr uint64_t MT_CONTROL_BYTES = MT_AT_STATE + 4096 + 8ull * MT_SEGMENTS * MT_MAX_RANKS;
+
+// Local device memory of a channel.
+struct MtState {
+  uint32_t seq;      // operations done
+  uint32_t ticket;   // blocks of the running kernel that are done
+  uint32_t aborted;  // 1: a wait timed out, nothing is waited for any more
+  uint32_t status;   // of the layout under way
+  uint32_t differed; // 1: the fault record names a call that differs
+};
+
+// The channel as kernels see it.
+struct MtChannel {
+  uint64_t state;             // MtState*
+  uint64_t peers;             // char* [MT_SEGMENTS][MT_MAX_RANKS]
+  uint64_t fault;             // uint32_t*, mapped host memory
+  int64_t timeout_ticks;
+  int32_t rank;
+  int32_t num_ranks;
+  uint32_t number;            // of the call, as the host counts them
+  uint32_t padding;
+};
+
+// A place in symmetric memory of this rank.
+struct MtPlace {
+  uint64_t offset;
+  uint32_t segment;
+  uint32_t padding;
+};
+
+// The layout of one handle. Pointers to device memory; n: received rows, R ranks, L local experts, K lanes.
+struct MtLayout {
+  uint64_t topk_idx;      // int64 [num_tokens, K], own ids
+  uint64_t lane_row;      // int32 [num_tokens, K], position among the rows sent to the rank of the lane, -1 masked
+  uint64_t last_lanes;    // uint32 [num_tokens], lanes that are the last of the token on their rank
+  uint64_t matrix;        // int32 [R, R], rows from source to destination
+  uint64_t row_base;      // int32 [R + 1], first received row of each source; n
+  uint64_t recv_token;    // int32 [room], token number on its source
+  uint64_t local_idx;     // int32 [room, K], local expert or -1
+  uint64_t expand_row;    // int32 [room, K], expanded row or -1
+  uint64_t expert_counts; // int32 [L]
+  uint64_t expert_starts; // int32 [L + 1]; the last is the number of expanded rows
+  uint64_t chunk_counts;  // int32 [chunks of room, L], rows of an expert in a chunk, then before the chunk
+  int32_t num_tokens;
+  int32_t num_topk;
+  int32_t num_local;
+  int32_t alignment;
+  int32_t expand;
+  int32_t room;           // received rows that there is room for
+};
+
+struct MtLayoutCall {
+  MtChannel channel;
+  MtLayout layout;
+  MtPlace lists;          // int32 [rows sent, 1 + K] of this rank: token, local ids
+  uint64_t given_idx;     // int64 [num_tokens, K]; topk_idx is filled from it where it is another
+  uint64_t block_counts;  // int32 [blocks, R], scratch
+  uint64_t record;        // uint32_t*, mapped host memory
+  uint64_t stats;         // int32 [L] or 0: counts are added
+  uint32_t hash;
+  uint32_t status;
+  int32_t num_blocks;     // of the receiving side
+  int32_t padding;
+};
+
+struct MtDispatchCall {
+  MtChannel channel;
+  MtLayout layout;
+  MtPlace x;
+  MtPlace weights;
+  MtPlace scales;
+  uint64_t out_x;
+  uint64_t out_idx;       // int64 or 0
+  uint64_t out_weights;   // or 0
+  uint64_t out_scales;    // or 0
+  int64_t scale_row_stride;  // of out_scales, in words
+  int64_t scale_col_stride;
+  int64_t num_out_rows;   // rows of the outputs; what lies behind the real ones is filled
+  double ticks_per_byte;  // pace of remote bytes a warp, 0 without
+  uint32_t hash;
+  uint32_t lent;
+  int32_t row_bytes;
+  int32_t scale_words;    // words a row, 0 without scales
+  int32_t weight_words;   // words a weight, 1 or 2
+  int32_t num_sms;
+  int32_t threads;
+  int32_t padding;
+};
+
+struct MtCombineCall {
+  MtChannel channel;
+  MtLayout layout;
+  MtPlace x;              // rows for the other ranks
+  MtPlace weights;        // [n, K]
+  uint64_t local_x;       // rows for this rank
+  uint64_t out_x;
+  uint64_t out_weights;   // or 0
+  uint64_t bias0;         // or 0
+  uint64_t bias1;
+  double ticks_per_byte;
+  uint32_t hash;
+  uint32_t lent;
+  int32_t hidden;
+  int32_t dtype;          // 0 bf16, 1 fp16, 2 fp32
+  int32_t weight_words;
+  int32_t num_sms;
+  int32_t threads;
+  int32_t padding;
+};
+
+// Rows of a combine laid down for the others: expanded rows added up, or plain rows copied where the host has no counts.
+struct MtReduceCall {
+  MtLayout layout;
+  uint64_t x;
+  uint64_t rows;          // [n, hidden]
+  uint64_t weights;       // expanded [E] or plain [n, K], or 0
+  uint64_t lane_weights;  // [n, K]
+  int32_t hidden;
+  int32_t dtype;
+  int32_t weight_words;
+  int32_t num_ranks;
+  int32_t num_sms;
+  int32_t threads;
+};
+
+struct MtBarrierCall {
+  MtChannel channel;
+  uint32_t hash;
+  uint32_t status;
+};

@@ -1,0 +1,2 @@
+// The library for CUDA.
+#include "launchers.cuh"

@@ -1,0 +1,28 @@
+// The C ABI of the library: what library.py calls. Every function returns 0 or an error code of the runtime, except
+// where it says otherwise. Streams are raw handles, pointers are raw addresses.
+#pragma once
+
+#include "abi.h"
+
+extern "C" {
+const char* mt_error_text(int code);
+int mt_abi(int64_t* sizes, int count);  // sizes of the structs, to compare with the host's; returns how many
+
+int mt_alloc(int device, uint64_t bytes, void** out);  // of its own, so that it can be shared; cleared
+int mt_free(void* pointer);
+int mt_share(void* pointer, void* handle64);
+int mt_open(int device, const void* handle64, void** out);
+int mt_close(void* pointer);
+int mt_host_alloc(uint64_t bytes, void** host, void** device);  // mapped, cleared
+int mt_host_free(void* host);
+int mt_copy(void* to, const void* from, uint64_t bytes, void* stream);
+int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second);
+// Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`, 2 where `fault` became set first.
+int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds);
+
+int mt_layout(const MtLayoutCall* call, void* stream);
+int mt_dispatch(const MtDispatchCall* call, void* stream);
+int mt_combine(const MtCombineCall* call, void* stream);
+int mt_reduce(const MtReduceCall* call, void* stream);
+int mt_barrier(const MtBarrierCall* call, void* stream);
+}

@@ -1,0 +1,143 @@
+// Bodies of launch.h: choose a kernel by width and type, launch it, and the few calls of the runtime the host needs.
+#pragma once
+
+#include <chrono>
+#include <thread>
+
+#include "barrier.cuh"
+#include "combine.cuh"
+#include "dispatch.cuh"
+#include "launch.h"
+#include "layout.cuh"
+
+namespace mt {
+
+inline Stream stream_of(void* stream) { return static_cast<Stream>(stream); }
+inline int launched() { return static_cast<int>(MT_RT(GetLastError)()); }
+
+template <typename T>
+int launch_combine(const MtCombineCall& call, Stream stream) {
+  combine_impl<T, 16 / sizeof(T), 4><<<call.num_sms, call.threads, 0, stream>>>(call);
+  return launched();
+}
+
+template <typename T>
+int launch_reduce(const MtReduceCall& call, Stream stream) {
+  combine_reduce_impl<T, 16 / sizeof(T), 2><<<call.num_sms, call.threads, 0, stream>>>(call);
+  return launched();
+}
+
+}  // namespace mt
+
+extern "C" {
+
+const char* mt_error_text(int code) { return MT_RT(GetErrorString)(static_cast<MT_RT(Error_t)>(code)); }
+
+int mt_abi(int64_t* sizes, int count) {
+  const int64_t known[] = {sizeof(MtChannel), sizeof(MtLayout), sizeof(MtLayoutCall), sizeof(MtDispatchCall),
+                           sizeof(MtCombineCall), sizeof(MtReduceCall), sizeof(MtBarrierCall), sizeof(MtState),
+                           static_cast<int64_t>(MT_CONTROL_BYTES), static_cast<int64_t>(MT_AT_STATE)};
+  const int number = sizeof(known) / sizeof(known[0]);
+  for (int i = 0; i < number && i < count; ++i) sizes[i] = known[i];
+  return number;
+}
+
+int mt_alloc(int device, uint64_t bytes, void** out) {
+  int code = MT_RT(SetDevice)(device);
+  if (code == 0) code = MT_RT(Malloc)(out, bytes);
+  if (code == 0) code = MT_RT(Memset)(*out, 0, bytes);
+  if (code == 0) code = MT_RT(DeviceSynchronize)();
+  if (code != 0) MT_RT(GetLastError)();  // it has been reported, later calls are not to find it
+  return code;
+}
+int mt_free(void* pointer) { return MT_RT(Free)(pointer); }
+int mt_share(void* pointer, void* handle64) {
+  static_assert(sizeof(MT_RT(IpcMemHandle_t)) == 64, "handles travel as 64 bytes");
+  const int code = MT_RT(IpcGetMemHandle)(static_cast<MT_RT(IpcMemHandle_t)*>(handle64), pointer);
+  if (code != 0) MT_RT(GetLastError)();
+  return code;
+}
+int mt_open(int device, const void* handle64, void** out) {
+  int code = MT_RT(SetDevice)(device);
+  if (code == 0)
+    code = MT_RT(IpcOpenMemHandle)(out, *static_cast<const MT_RT(IpcMemHandle_t)*>(handle64), MT_RT(IpcMemLazyEnablePeerAccess));
+  if (code != 0) MT_RT(GetLastError)();
+  return code;
+}
+int mt_close(void* pointer) { return MT_RT(IpcCloseMemHandle)(pointer); }
+
+int mt_host_alloc(uint64_t bytes, void** host, void** device) {
+  int code = MT_RT(HostAlloc)(host, bytes, MT_RT(HostAllocMapped));
+  if (code != 0) return code;
+  for (uint64_t i = 0; i < bytes; ++i) static_cast<volatile char*>(*host)[i] = 0;
+  return MT_RT(HostGetDevicePointer)(device, *host, 0);
+}
+int mt_host_free(void* host) { return MT_RT(FreeHost)(host); }
+
+int mt_copy(void* to, const void* from, uint64_t bytes, void* stream) {
+  return MT_RT(MemcpyAsync)(to, from, bytes, MT_RT(MemcpyDeviceToDevice), mt::stream_of(stream));
+}
+
+int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second) {
+  int value = 0;
+  int code = MT_RT(DeviceGetAttribute)(&value, MT_RT(DevAttrMultiProcessorCount), device);
+  *sms = value;
+  if (code == 0) code = MT_RT(DeviceGetAttribute)(&value, MT_RT(DevAttrClockRate), device);
+  *ticks_per_second = value * 1000ll;
+  return code;
+}
+
+int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (int64_t polls = 0; *word == 0; ++polls) {
+    if (*fault != 0) return 2;
+    if (polls % 256 == 255) {
+      if (std::chrono::steady_clock::now() > end) return 1;
+      if (polls > 100000) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  return 0;
+}
+
+int mt_layout(const MtLayoutCall* given, void* stream_handle) {
+  const MtLayoutCall& call = *given;
+  const mt::Stream stream = mt::stream_of(stream_handle);
+  const int blocks = call.layout.num_tokens > 0 ? (call.layout.num_tokens + MT_TOKENS - 1) / MT_TOKENS : 1;
+  const int shared = MT_CHUNK / mt::WARP * call.layout.num_local * 4;
+  mt::layout_count_impl<<<blocks, MT_TOKENS, 0, stream>>>(call);
+  mt::layout_send_impl<<<blocks, MT_TOKENS, 0, stream>>>(call);
+  mt::layout_recv_impl<<<call.num_blocks, MT_CHUNK, shared, stream>>>(call);
+  if (call.layout.expand) mt::layout_place_impl<<<call.num_blocks, MT_CHUNK, shared, stream>>>(call);
+  return mt::launched();
+}
+
+int mt_dispatch(const MtDispatchCall* call, void* stream) {
+  const mt::Stream on = mt::stream_of(stream);
+  if (call->row_bytes % 16 == 0)
+    mt::dispatch_impl<int4, 4><<<call->num_sms, call->threads, 0, on>>>(*call);
+  else if (call->row_bytes % 8 == 0)
+    mt::dispatch_impl<int2, 4><<<call->num_sms, call->threads, 0, on>>>(*call);
+  else
+    mt::dispatch_impl<int, 4><<<call->num_sms, call->threads, 0, on>>>(*call);
+  return mt::launched();
+}
+
+int mt_combine(const MtCombineCall* call, void* stream) {
+  const mt::Stream on = mt::stream_of(stream);
+  if (call->dtype == 0) return mt::launch_combine<mt_bf16>(*call, on);
+  if (call->dtype == 1) return mt::launch_combine<mt_half>(*call, on);
+  return mt::launch_combine<float>(*call, on);
+}
+
+int mt_reduce(const MtReduceCall* call, void* stream) {
+  const mt::Stream on = mt::stream_of(stream);
+  if (call->dtype == 0) return mt::launch_reduce<mt_bf16>(*call, on);
+  if (call->dtype == 1) return mt::launch_reduce<mt_half>(*call, on);
+  return mt::launch_reduce<float>(*call, on);
+}
+
+int mt_barrier(const MtBarrierCall* call, void* stream) {
+  mt::barrier_impl<<<1, MT_MAX_RANKS, 0, mt::stream_of(stream)>>>(*call);
+  return mt::launched();
+}
+}

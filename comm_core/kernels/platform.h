@@ -1,0 +1,57 @@
+// The only file that names CUDA or MUSA. What the kernels may use is what stands here: plain loads and stores, volatile
+// 32-bit flags between system fences, 32-bit atomics, full-mask warp votes and shuffles, block barriers.
+//
+// CUDA: run on H200. MUSA: prepared; compiled through a shim, never by mcc, never run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(MT_MOE_MUSA)
+#include <musa_bf16.h>
+#include <musa_fp16.h>
+#include <musa_runtime.h>
+#define MT_RT(name) musa##name
+using mt_bf16 = __mt_bfloat16;
+using mt_half = __half;
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define MT_RT(name) cuda##name
+using mt_bf16 = __nv_bfloat16;
+using mt_half = __half;
+#endif
+
+namespace mt {
+
+using Stream = MT_RT(Stream_t);
+
+// Lanes of a warp: 32 on every CUDA device and on MUSA's mp_31; older MUSA devices have 128 and are not supported.
+constexpr int WARP = 32;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+static_assert(WARP == 32, "lane masks are 32 bits wide");
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % WARP); }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / WARP); }
+
+// What was written before is seen, by the other devices too, before what is written after.
+__device__ __forceinline__ void fence_system() { __threadfence_system(); }
+
+// Ticks of a timer of the device, for timeouts and pacing.
+__device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(mt_bf16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(mt_half value) { return __half2float(value); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) { return value; }
+template <>
+__device__ __forceinline__ mt_bf16 from_float<mt_bf16>(float value) { return __float2bfloat16_rn(value); }
+template <>
+__device__ __forceinline__ mt_half from_float<mt_half>(float value) { return __float2half_rn(value); }
+
+}  // namespace mt
