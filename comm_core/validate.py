@@ -125,8 +125,13 @@ def buffer_bytes(num_bytes: Any, num_cpu_bytes: Any) -> None:
         whole("num_bytes", num_bytes)
         if num_bytes % sizes.STEP:
             raise UsageError(f"num_bytes={num_bytes}", allowed=f"a multiple of {sizes.STEP}", fix="round it up")
-    if num_cpu_bytes:
-        raise unsupported(f"num_cpu_bytes={num_cpu_bytes}", "num_cpu_bytes=0")
+    whole("num_cpu_bytes", num_cpu_bytes, least=0)
+    if num_cpu_bytes % sizes.STEP or num_cpu_bytes > (num_bytes or 0):
+        given, allowed = (
+            f"num_cpu_bytes={num_cpu_bytes}",
+            f"a multiple of {sizes.STEP}, a part of num_bytes={num_bytes}",
+        )
+        raise UsageError(given, allowed=allowed, fix="see get_engram_storage_size_hint; num_bytes is the sum")
 
 
 def unsupported(given: str, allowed: str) -> UsageError:

@@ -1,5 +1,9 @@
 """What a backend is: a protocol of a few operations and a table of what differs (`Capabilities`).
 
+Rows of tokens go by dispatch and combine. Everything else (all-gather sessions, pipeline messages, stored entries) is
+made of one thing, a `Region`: memory that each rank owns a part of, with messages that one rank lays down and another
+picks up.
+
 ElasticBuffer checks arguments, allocates the outputs and calls these; a backend moves bytes and adds rows. Where a
 check fails, `refuse` takes the place of the operation: a backend must tell the other ranks, so that a mistake on one
 rank raises on all of them and none is left waiting.
@@ -7,7 +11,7 @@ rank raises on all of them and none is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, Protocol
 
@@ -32,6 +36,8 @@ class Capabilities:
         fp8_kinds: device kinds on which x may be a pair (data, scales).
         worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
+        region_kinds: device kinds on which it has regions.
+        one_sided_reads: `Region.read` needs nothing of the other ranks; otherwise it is a call that all ranks make.
     """
 
     device_kinds: tuple[str, ...]
@@ -42,6 +48,8 @@ class Capabilities:
     fp8_kinds: tuple[str, ...]
     worst_case_outputs: bool
     single_reduction: bool
+    region_kinds: tuple[str, ...] = ()
+    one_sided_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,63 @@ class MoveJob:
         )
 
 
+class Region(Protocol):
+    """Memory that each rank of the group owns a part of, all of one size. Made by `Backend.open_region`.
+
+    Messages of one lane between two ranks are taken in the order in which they were put. A message is `num` bytes at
+    place `at`, known to both ends. Whether it lies in the memory of the sender until it is taken, or in that of the
+    receiver, is the backend's business; so at any time each place has at most one sender, and it keeps its message
+    until every receiver has released it.
+
+    All calls act in the calling thread; on an accelerator they are issued to the current stream and return. `where`
+    names the operation in errors: CommTimeoutError with the rank waited for, CommError where the connection is gone.
+
+    Attributes:
+        num_bytes: size of each rank's part.
+        local: uint8 [num_bytes], this rank's part. Tensors over it stay valid memory when the region is closed.
+    """
+
+    num_bytes: int
+    local: torch.Tensor
+
+    def put(self, where: str, lane: int, peers: Sequence[int], at: int, data: torch.Tensor) -> None:
+        """Lays down a message, uint8 [num], for each of `peers` (other ranks) and goes on.
+
+        Data may lie in `local` at `at` already, and stay there then; elsewhere they are free to change afterwards.
+        """
+        ...
+
+    def take(self, where: str, lane: int, peer: int, at: int, out: torch.Tensor) -> None:
+        """Waits for the next message of a rank and puts it into `out`, uint8 [num]; may be `local` at `at`."""
+        ...
+
+    def release(self, lane: int, peers: Sequence[int]) -> None:
+        """Says that the places of all messages taken from `peers` may be used again."""
+        ...
+
+    def settle(self, where: str, lane: int, peers: Sequence[int], unreleased: int = 0) -> None:
+        """Waits until each of `peers` has released what was put for it, all but the last `unreleased` messages."""
+        ...
+
+    def read(
+        self, op: str, settings: Mapping[str, int], owner: torch.Tensor, row: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out[i] = row row[i] of the table at the beginning of rank owner[i]'s part, with rows as wide as out's.
+
+        Args:
+            op: name of the call; without one-sided reads all ranks make it, and `settings` are compared.
+            settings: values that must be equal on all ranks.
+            owner: int64 [n], ranks.
+            row: int64 [n], rows in range.
+            out: uint8 [n, width].
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the memory. Idempotent; runs on the backend's queue."""
+        ...
+
+
 class Backend(Protocol):
     """Moves rows between the ranks of one group. Calls are issued in the same order on every rank."""
 
@@ -140,6 +205,28 @@ class Backend(Protocol):
 
     def barrier(self) -> EventHandle:
         """An event that is complete when every rank is here with all work issued to its queue and stream so far."""
+        ...
+
+    def agree(self, op: str, settings: Mapping[str, int], *, drained: bool = False) -> EventHandle:
+        """A host event, complete when all ranks have made this call with these settings; fails where they differ.
+
+        Args:
+            op: name of the call, one of `channel.CALLS`.
+            settings: some of `channel.SETTINGS`.
+            drained: each rank comes only when all work issued to its queue and stream so far is done.
+        """
+        ...
+
+    def open_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
+        """A region of `num_bytes` a rank with lanes 0 to num_lanes - 1. Collective; waits for the other ranks.
+
+        Raises:
+            CommError: on every rank, where one has no memory.
+        """
+        ...
+
+    def note_failure(self, error: BaseException) -> None:
+        """This rank has left a call in which others may wait for it: they are told, later calls raise here."""
         ...
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:

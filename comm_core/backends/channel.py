@@ -23,17 +23,24 @@ import torch
 import torch.distributed as dist
 
 from comm_core import fp8
+from comm_core.backends.roll_call import RollCall
 from comm_core.event import CommQueue, EventHandle
 from comm_core.runtime import device as devices
-from comm_core.runtime.errors import CommError, CommTimeoutError, UsageError
-from comm_core.runtime.groups import private_groups
+from comm_core.runtime.errors import CommError, PeerTimeout, UsageError
+from comm_core.runtime.groups import private_groups, store_of
 
 # Settings that must agree, in the order they are sent and reported; -1 where a call has no such setting.
 SETTINGS = (
     "call", "buffer", "handle", "num_experts", "num_topk", "expert_alignment", "do_expand", "num_max_tokens_per_rank",
     "hidden", "dtype", "topk_weights", "num_bias", "num_scales", "scale_dtype",
+    "num_entries", "num_max_tensor_bytes", "num_max_inflight_tensors", "num_max_session_bytes",
+    "num_max_all_gathers_per_session", "session", "all_gather", "num_tensors", "tensor_bytes", "tensor_sizes",
 )  # fmt: skip
-CALLS = ("prepare", "dispatch", "cached dispatch", "combine", "close", "barrier")
+CALLS = (
+    "prepare", "dispatch", "cached dispatch", "combine", "close", "barrier", "engram_write", "engram_fetch",
+    "pp_set_config", "agrs_set_config", "create_agrs_session", "destroy_agrs_session", "agrs_get_inplace_tensor",
+    "all_gather",
+)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_DTYPES = (*DTYPES, *fp8.DTYPES)
 _TEXT_BYTES = 512
@@ -113,8 +120,11 @@ class Channel:
             self.control_group, self.data_group = private_groups(
                 group, 2, timeout=timedelta(seconds=timeout), backends=kinds
             )
+        except CommError:
+            raise
         except RuntimeError as error:
-            raise self._translated("building private groups", error) from error
+            raise self._translated("building private groups", error, "another rank") from error
+        self._roll_call = RollCall(store_of(self.control_group), self.rank, self.num_ranks)
         self.control_queue = CommQueue(torch.device("cpu"), f"ep-comm-{self.rank}", uses=device)
         self.data_queue = self.control_queue if device.type == "cpu" else CommQueue(device, f"ep-data-{self.rank}")
 
@@ -141,6 +151,8 @@ class Channel:
                 return
             for key in [key for key, channel in self._shared.items() if channel is self]:
                 del self._shared[key]
+        if not wait:
+            self._roll_call.say("has left without closing its buffers together with the others")
         seconds = self.timeout if wait else 0.5
         ended = self.data_queue.close(seconds) and self.control_queue.close(seconds)
         # A group that a thread still waits in must stay; the thread's reference goes with its timeout.
@@ -153,6 +165,10 @@ class Channel:
         self._next_buffer += 1
         return self._next_buffer
 
+    def at(self, call: str) -> str:
+        """A step of the call under way, as messages name it: with its number on this channel."""
+        return f"{call} (call {self._calls})"
+
     def agree(
         self, call: str, settings: dict[str, int], problem: UsageError | None, num_tokens: int, rows: list[int]
     ) -> Agreement:
@@ -161,10 +177,10 @@ class Channel:
         Raises:
             UsageError: `problem`, on the rank that has one.
             CommError: another rank has a problem, or the settings differ; the message names ranks and values.
-            CommTimeoutError: a rank did not call.
+            PeerTimeout: a rank did not call.
         """
         self._calls += 1
-        where = f"{call} (call {self._calls})"
+        where = self.at(call)
         given = {**settings, "call": CALLS.index(call)}
         line = [given.get(name, -1) for name in SETTINGS]
         mine = torch.tensor([*line, int(problem is not None), num_tokens, *rows], dtype=torch.int64)
@@ -181,14 +197,15 @@ class Channel:
         """Starts collectives and waits for all; the interpreter lock is free while waiting.
 
         Raises:
-            CommTimeoutError, CommError: they failed; the channel is broken from here on.
+            PeerTimeout: a rank did not come, has ended or has given up; names it. The channel is broken from here on.
+            CommError: they failed in another way; the channel is broken as well.
         """
         self.check_alive()
         try:
             for work in [start() for start in starts]:
                 work.wait()
         except RuntimeError as error:
-            self.broken = self._translated(where, error)
+            self.broken = self._translated(where, error, self._roll_call.missing(where))
             raise self.broken from error
 
     def check_alive(self) -> None:
@@ -204,7 +221,9 @@ class Channel:
     def note_failure(self, error: BaseException) -> None:
         """Breaks the channel unless all ranks have the error: this rank left a call in which the others still are."""
         if self.broken is None and error not in self._agreed:
-            self.broken = CommError(f"rank {self.rank} could not finish a call ({type(error).__name__}: {error})")
+            what = f"{type(error).__name__}: {error}"
+            self.broken = CommError(f"rank {self.rank} could not finish a call ({what})")
+            self._roll_call.say(f"has given up ({what})")
 
     def all_to_all(self, out: torch.Tensor, out_rows: list[int], rows: torch.Tensor, in_rows: list[int]) -> Any:
         """Starts moving rows as bytes on the data group: `rows` in rank order, `in_rows` to each; returns the work."""
@@ -264,15 +283,18 @@ class Channel:
                 )
         return None
 
-    def _translated(self, where: str, error: Exception) -> CommError:
+    def _translated(self, where: str, error: Exception, missing: str) -> CommError:
+        """The error of a transport as one of ours; `missing` are the ranks it is about."""
         who = f"{where} on rank {self.rank} of group {self.ranks}"
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            return CommTimeoutError(
-                f"{who} got no answer within {self.timeout:g} s ({text}); check that every rank is alive and makes the "
-                "same calls, or raise num_cpu_timeout_secs"
+        if any(word in text.lower() for word in ("timed out", "timeout")):
+            return PeerTimeout(
+                f"{who} got no answer from {missing} within {self.timeout:g} s ({text}); check that every rank is "
+                "alive and makes the same calls, or raise num_cpu_timeout_secs"
             )
-        return CommError(f"{who} failed: {text}; a rank has probably ended, look at its own error first")
+        if any(word in text.lower() for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
+            return PeerTimeout(f"{who} lost the connection to {missing} ({text}); look at its own error first")
+        return CommError(f"{who} failed: {text}")
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -18,21 +18,23 @@ the layout on the device has not been timed there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from comm_core import layout
-from comm_core.backends.base import Capabilities, LayoutJob, MoveJob
+from comm_core.backends.base import Capabilities, LayoutJob, MoveJob, Region
 from comm_core.backends.channel import DTYPES, Channel
+from comm_core.backends.group_region import GroupRegion
 from comm_core.backends.reduction import ordered_sum_into
 from comm_core.event import EventHandle
 from comm_core.handle import RankLayout
 from comm_core.runtime import device as devices
 from comm_core.runtime import trace
-from comm_core.runtime.errors import CommError, UsageError
+from comm_core.runtime.errors import ClosedError, CommError, UsageError
 
 
 class CollectiveBackend:
@@ -49,6 +51,7 @@ class CollectiveBackend:
         fp8_kinds=("cpu",),
         worst_case_outputs=True,
         single_reduction=True,
+        region_kinds=("cpu",),
     )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
@@ -57,6 +60,7 @@ class CollectiveBackend:
         self.rank, self.num_ranks = self._channel.rank, self._channel.num_ranks
         self.buffer_id = self._channel.next_buffer_id()
         self.queue = self._channel.data_queue
+        self._regions: list[Region] = []
 
     @staticmethod
     def why_not(kind: str) -> str | None:
@@ -80,9 +84,27 @@ class CollectiveBackend:
 
     def barrier(self) -> EventHandle:
         """Waits for the data queue, then meets the other ranks on the control queue."""
+        return self.agree("barrier", {}, drained=True)
+
+    def agree(self, op: str, settings: Mapping[str, int], *, drained: bool = False) -> EventHandle:
+        """Meets the other ranks on the control queue; `drained`: once the data queue has come to this point."""
         self._channel.check_alive()
-        here = self.queue.submit(lambda: None, tensors=())
-        return self._channel.submit_agreed("barrier", {"buffer": self.buffer_id}, None, 0, after=here)
+        here = self.queue.submit(lambda: None, tensors=()) if drained else None
+        return self._channel.submit_agreed(op, {"buffer": self.buffer_id, **settings}, None, 0, after=here)
+
+    def open_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
+        """Makes a region on the control queue, where it comes in the same order on all ranks."""
+        self._channel.check_alive()
+        making = self._channel.control_queue.submit(
+            lambda: self._make_region(op, num_bytes, num_lanes), on_failure=self._channel.note_failure
+        )
+        region: Region = making.result()
+        self._regions.append(region)
+        return region
+
+    def note_failure(self, error: BaseException) -> None:
+        """Breaks the channel, unless all ranks have the error."""
+        self._channel.note_failure(error)
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:
         """Tells the other ranks, then raises."""
@@ -99,7 +121,13 @@ class CollectiveBackend:
             if collective and self._channel.broken is None and dist.is_initialized():
                 self._channel.submit_agreed("close", {"buffer": self.buffer_id}, None, 0).synchronize()
         finally:
+            with contextlib.suppress(ClosedError):  # the program is ending: memory goes with it
+                for region in self._regions:
+                    self.queue.submit(region.close)  # behind work that may still use it
             self._channel.release(wait=collective)
+
+    def _make_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
+        return GroupRegion(self._channel, self._channel.next_buffer_id(), num_bytes, num_lanes)
 
     def _layout(self, job: LayoutJob) -> RankLayout:
         num_experts, alignment = job.settings["num_experts"], job.settings["expert_alignment"]
@@ -119,7 +147,8 @@ class CollectiveBackend:
             meta = torch.cat([topk_idx[send.send_token], send.send_token[:, None]], dim=1).to("cpu", torch.int32)
             arrived = torch.empty(sum(recv_splits), num_topk + 1, dtype=torch.int32)
             self._channel.finish(
-                f"{job.op} (ids)", lambda: self._channel.all_to_all_host(arrived, recv_splits, meta, splits)
+                self._channel.at(f"{job.op} (ids)"),
+                lambda: self._channel.all_to_all_host(arrived, recv_splits, meta, splits),
             )
         ids = arrived.to(self.device).to(torch.int64)
         recv_counts = torch.tensor(recv_splits, device=self.device)
@@ -205,7 +234,7 @@ class CollectiveBackend:
             for out, rows in pairs
             if out is not None and rows is not None
         ]
-        self._channel.finish(op, *starts)
+        self._channel.finish(self._channel.at(f"{op} (rows)"), *starts)
 
     def _wait_epilogue(self, job: MoveJob) -> None:
         if job.before_epilogue is not None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from comm_core.backends.base import MoveJob
+from comm_core.backends.base import MoveJob, Region
 from comm_core.backends.channel import Channel
 from comm_core.backends.collective import CollectiveBackend
 from comm_core.backends.dense_sum import DenseSum, pays
@@ -33,6 +33,7 @@ from comm_core.runtime import trace
 from comm_core.runtime.errors import CommError, UsageError
 from comm_core.shmem import segment
 from comm_core.shmem.posix import Shared, SharedMemoryError, SymmetricHeap
+from comm_core.shmem.region import SharedRegion
 
 
 class PosixChannel(Channel):
@@ -88,7 +89,7 @@ class PosixChannel(Channel):
             read(self.heap.share(where, tables, fill, starts or ()))
             self.heap.done()
 
-        self.finish(f"{where} (call {self._calls})", lambda: exchange)
+        self.finish(self.at(where), lambda: exchange)
 
     def note_failure(self, error: BaseException) -> None:
         """Breaks the channel, and tells the other ranks, unless all have the error."""
@@ -122,7 +123,8 @@ class PosixChannel(Channel):
         try:
             dist.all_gather_object(found, value, group=self.control_group)
         except RuntimeError as error:
-            raise self._translated("sharing memory", error) from error
+            missing = self._roll_call.missing("sharing memory")
+            raise self._translated("sharing memory", error, missing) from error
         return found
 
     def _lost(self, error: CommError) -> None:
@@ -137,7 +139,7 @@ class PosixBackend(CollectiveBackend):
     """The backend named "posix"; see `base.Backend` for its operations."""
 
     name = "posix"
-    capabilities = replace(CollectiveBackend.capabilities, device_kinds=("cpu",))
+    capabilities = replace(CollectiveBackend.capabilities, device_kinds=("cpu",), one_sided_reads=True)
     _channel: PosixChannel
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
@@ -150,12 +152,22 @@ class PosixBackend(CollectiveBackend):
         self.rank, self.num_ranks = channel.rank, channel.num_ranks
         self.buffer_id = channel.next_buffer_id()
         self.queue = channel.data_queue
+        self._regions = []
         self._sum = DenseSum()
 
     @staticmethod
     def why_not(kind: str) -> str | None:
         """It needs tensors in host memory, and Linux."""
         return segment.why_not() if kind == "cpu" else "tensors of the CPU alone"
+
+    def _make_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
+        channel, made = self._channel, []
+
+        def make(where: str) -> None:
+            made.append(SharedRegion(channel.heap, where, num_bytes, num_lanes, channel.check_alive))
+
+        channel.finish(f"{op} (memory)", lambda: make)
+        return made[0]
 
     def _dispatch(self, job: MoveJob) -> None:
         handle, plans = job.handle, job.handle.layout
