@@ -1,7 +1,7 @@
 """The only reader of os.environ. Each variable has one function, one default and one meaning; there are ten at most.
 
-Four are torchrun's. The others are DeepEP's settings under its names, read when they are needed, never at import. What
-else DeepEP reads (`DEEPEP_UNUSED`) has no meaning here; the doctor lists what is set of it.
+Four are torchrun's, MT_MOE_LIBRARY is ours. The others are DeepEP's settings under its names, read when they are needed,
+never at import. What else DeepEP reads (`DEEPEP_UNUSED`) has no meaning here; the doctor lists what is set of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ DEFAULTS = {
     "EP_AVOID_RECORD_STREAM": "0",
     "EP_JIT_CACHE_DIR": "the user's cache folder",
     "EP_NUM_TOPK_IDX_BITS": "64",
+    "MT_MOE_LIBRARY": "compiled at first use",
 }
 # DeepEP's variables without a meaning here: other transports, another compiler's output, its own build and tests.
 DEEPEP_UNUSED = (
@@ -78,6 +79,12 @@ def avoid_record_stream() -> bool:
 def kernel_cache_dir() -> Path | None:
     """Where compiled kernels are kept (EP_JIT_CACHE_DIR); None, where it is not set, leaves that to the builder."""
     text = os.environ.get("EP_JIT_CACHE_DIR", "")
+    return Path(text).expanduser() if text else None
+
+
+def kernel_library() -> Path | None:
+    """A library compiled before, by `python -m comm_core build`, to use as it is (MT_MOE_LIBRARY); None: compile one."""
+    text = os.environ.get("MT_MOE_LIBRARY", "")
     return Path(text).expanduser() if text else None
 
 

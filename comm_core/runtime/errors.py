@@ -59,3 +59,7 @@ class PeerTimeout(CommTimeoutError):
 
 class ClosedError(MTMoEError, RuntimeError):
     """A buffer or pipeline was used after close()."""
+
+
+class BuildError(MTMoEError, RuntimeError):
+    """The kernel library could not be compiled; the message holds the full command and what the compiler said."""
