@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from comm_core import ElasticBuffer
 from comm_core.backends import registry
@@ -100,6 +101,7 @@ def _own_trouble(rank: int, backend: str, seed: int) -> list[str]:
     except ZeroDivisionError:
         bad += [] if time.monotonic() - start < 1.5 else ["leaving the block waits"]
     queue = CommQueue(torch.device("cpu"), "user")
+    dist.barrier()  # building waits no longer than other calls, and the ranks come here at different times
     with ElasticBuffer(backend=backend, num_cpu_timeout_secs=TIMEOUT) as buffer:
         handle = buffer.prepare(ids, num_experts=case.num_experts)
         failed = queue.submit(lambda: 1 // int(rank != 1))
