@@ -1,4 +1,4 @@
-"""What is installed: four packages and nothing else. No compiler is needed; tools are configured in pyproject.toml."""
+"""What is installed: four packages, the kernels' sources among them, and nothing else. No compiler is needed; tools are configured in pyproject.toml."""
 
 from pathlib import Path
 
@@ -38,6 +38,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["comm_core", "comm_core.*", "mt_moe", "dualpipe", "megatron_patch"]),
+    # Compiled at first use where there is a compiler: installing needs none.
+    package_data={"comm_core.kernels": ["*.h", "*.cuh", "*.cu", "*.mu"]},
     install_requires=REQUIRES,
     extras_require={"megatron": MEGATRON, "te": ["transformer-engine[pytorch]>=2.9"], "dev": MEGATRON + DEV},
     classifiers=[

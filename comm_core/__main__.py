@@ -1,7 +1,7 @@
 """`python -m comm_core doctor [--json]`: what this machine offers, which backends can be used, and why not.
 
 The doctor never raises: a probe that fails becomes a line of the report. `python -m comm_core bench` measures dispatch
-and combine of the backends that can be used (bench.py).
+and combine of the backends that can be used (bench.py). `python -m comm_core build` compiles the kernel library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,24 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _build(options: argparse.Namespace) -> int:
+    from comm_core.kernels import build, resources
+    from comm_core.runtime.errors import MTMoEError
+
+    start = time.perf_counter()
+    try:
+        library = build.build(options.platform, options.arch, options.define)
+    except MTMoEError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"{library.path}\n{'compiled' if library.compiled else 'there already'}, {time.perf_counter() - start:.1f} s")
+    if options.verbose:
+        print(f"{library.shown}\n{resources.table(library.log)}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
+    from comm_core.kernels.compiler import PLATFORMS
     from comm_core.runtime import device
 
     parser = argparse.ArgumentParser(prog="python -m comm_core", description="Expert-parallel communication core.")
@@ -139,6 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=20, help="round trips the medians are taken of")
     bench.add_argument("--warmup", type=int, default=3, help="round trips before those")
     bench.add_argument("--seed", type=int, default=0, help="of the random tokens and ids")
+    build = commands.add_parser("build", help="compile the kernel library, or find it in the cache")
+    build.add_argument("--platform", choices=tuple(PLATFORMS), default=next(iter(PLATFORMS)))
+    build.add_argument("--arch", nargs="+", help="architectures, sm_90 or mp_31 where none is named")
+    build.add_argument("--define", action="append", default=[], metavar="NAME[=VALUE]", help="a macro of the build")
+    build.add_argument("--verbose", action="store_true", help="the command, and registers and spills of kernels")
     for command in (doctor, bench):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -149,6 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "bench":
         return _bench(options)
+    if options.command == "build":
+        return _build(options)
     report = examine()
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines(report)))
     return 0
