@@ -1,4 +1,7 @@
-"""What is installed: four packages, the kernels' sources among them, and nothing else. No compiler is needed; tools are configured in pyproject.toml."""
+"""What is installed: four packages with the kernels' sources, and nothing else. No compiler is needed.
+
+Tools are configured in pyproject.toml.
+"""
 
 from pathlib import Path
 
