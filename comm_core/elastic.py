@@ -17,19 +17,18 @@ import torch
 import torch.distributed as dist
 
 from comm_core import sizes, validate
-from comm_core.backends import registry
+from comm_core.backends import building
 from comm_core.event import EventHandle, EventOverlap
+from comm_core.experimental.interface import Experimental
 from comm_core.handle import EPHandle
 from comm_core.operations import Operations, Rows
-from comm_core.runtime import device as devices
-from comm_core.runtime import env
 from comm_core.runtime.errors import ClosedError
 from comm_core.validate import CombineArgs, DispatchArgs, Limits
 
 Event = EventHandle | EventOverlap
 
 
-class ElasticBuffer:
+class ElasticBuffer(Experimental):
     """Expert-parallel communication of one process group. Building and closing are collective calls.
 
     Operations are carried out in the order of the calls, which must be the same on all ranks. Any number of handles
@@ -41,7 +40,7 @@ class ElasticBuffer:
         num_bytes: size of the buffer, a multiple of 2 MiB; a call that needs more raises on every rank. None with
             `num_max_tokens_per_rank` and `hidden`: their `get_buffer_size_hint`; else without bound. The backends here
             take memory as they need it, the number is what calls are held to, so that they fit elsewhere too.
-        num_cpu_bytes: only 0.
+        num_cpu_bytes: of num_bytes, for stored entries (`get_engram_storage_size_hint`); a multiple of 2 MiB.
         num_max_tokens_per_rank: default bound of tokens a rank; 0 for none.
         hidden, num_topk: largest sizes of a call; 0 for no bound.
         use_fp8_dispatch: the size hint counts FP8 rows with scales; FP8 and others may be sent either way.
@@ -60,10 +59,12 @@ class ElasticBuffer:
         num_ranks: size of the group.
         num_bytes: as given or as follows from the sizes, 0 without bound.
         num_scaleout_ranks, scaleout_rank_idx, num_scaleup_ranks, scaleup_rank_idx: 1, 0, num_ranks, rank.
+        num_rdma_ranks, num_nvlink_ranks: 1, num_ranks.
 
     Raises:
-        UsageError: an option the backend does not have, on the ranks that asked for it.
-        CommTimeoutError: a rank of the group did not arrive.
+        UsageError: an option of this rank that can not be.
+        CommError: one of another rank, or the ranks were given different options.
+        PeerTimeout: a rank of the group did not arrive.
     """
 
     def __init__(
@@ -89,30 +90,29 @@ class ElasticBuffer:
         device: torch.device | str | None = None,
     ) -> None:
         self._closed = True  # until the backend exists
-        for name, value in (("hidden", hidden), ("num_topk", num_topk), ("num_allocated_qps", num_allocated_qps)):
-            validate.whole(name, value, least=0)
-        bound = validate.whole("num_max_tokens_per_rank", num_max_tokens_per_rank, least=0)
-        validate.buffer_bytes(num_bytes, num_cpu_bytes)
-        self.group = validate.member_of(group)
-        timeout = env.timeout_seconds() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
-        if device is None:
-            device = devices.of_collective_backend(str(dist.get_backend(self.group)))
-        self._backend = registry.create(backend, self.group, devices.indexed(device), timeout)
+        numbers = {"num_max_tokens_per_rank": num_max_tokens_per_rank, "hidden": hidden, "num_topk": num_topk}
+        same = numbers | {"num_bytes": num_bytes, "allow_multiple_reduction": allow_multiple_reduction}
+        self.group, self._backend = building.build(
+            group, backend, device, num_cpu_timeout_secs, same,
+            lambda: building.check_sizes(num_bytes, num_cpu_bytes, numbers | {"num_allocated_qps": num_allocated_qps}),
+        )  # fmt: skip
         self.rank = self.rank_idx = self._backend.rank
         self.num_ranks, self.device = self._backend.num_ranks, self._backend.device
         self.num_scaleout_ranks, self.scaleout_rank_idx = 1, 0
         self.num_scaleup_ranks, self.scaleup_rank_idx = self.num_ranks, self.rank
+        self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
         self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
         self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
         self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps, explicitly_destroy
-        self.num_max_tokens_per_rank, self.num_bytes = bound, num_bytes or 0
-        if num_bytes is None and bound and hidden:
+        self.num_max_tokens_per_rank, self.num_bytes = num_max_tokens_per_rank, num_bytes or 0
+        if num_bytes is None and num_max_tokens_per_rank and hidden:
             self.num_bytes = sizes.buffer_bytes(
-                bound, hidden, num_topk, self.num_ranks,
+                num_max_tokens_per_rank, hidden, num_topk, self.num_ranks,
                 use_fp8_dispatch=use_fp8_dispatch, multiple_reduction=allow_multiple_reduction,
             )  # fmt: skip
-        self._limits = self._limits_of(num_bytes, (hidden, num_topk))
+        self._limits = self._limits_of(None if num_bytes is None else num_bytes - num_cpu_bytes, (hidden, num_topk))
         self._operations = Operations(self._backend, self._limits, allow_multiple_reduction)
+        self._start_experimental(self._backend, num_bytes, num_cpu_bytes)
         self._closed = False
 
     def _limits_of(self, num_bytes: int | None, sizes_given: tuple[int, int]) -> Limits:
@@ -339,6 +339,10 @@ class ElasticBuffer:
     def get_logical_domain_size(self) -> tuple[int, int]:
         """(scale-out ranks, scale-up ranks): the group is one level."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(RDMA ranks, NVLink ranks): the same."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def close(self) -> None:
         """Waits for the work queued and for the other ranks, then frees groups and threads. Collective, idempotent."""
