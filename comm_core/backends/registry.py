@@ -33,15 +33,27 @@ def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: f
         timeout: bound of every wait in seconds.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: as `checked`.
         CommTimeoutError: a rank did not arrive.
+    """
+    backend: Backend = _load(checked(name, device))(group, device, timeout)
+    return backend
+
+
+def checked(name: str, device: torch.device) -> str:
+    """The backend that a name means for a device. Does not communicate.
+
+    Raises:
+        UsageError: an unknown name, or a backend that can not be used with such a device here.
     """
     if name == "auto":
         name = next(iter(_BACKENDS))
     if name not in _BACKENDS:
         raise UsageError(f"backend {name!r}", allowed=f"auto, {', '.join(_BACKENDS)}", fix="choose one of them")
-    backend: Backend = _load(name)(group, device, timeout)
-    return backend
+    reason = _load(name).why_not(device.type)
+    if reason is not None:
+        raise UsageError(f"backend {name!r} on {device}", allowed=reason, fix="choose another backend or device")
+    return name
 
 
 def report() -> list[tuple[str, str, str | None]]:

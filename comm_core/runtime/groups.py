@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from comm_core.runtime.errors import CommError, PeerTimeout
@@ -37,7 +38,7 @@ _naming = threading.Lock()
 def store_of(group: dist.ProcessGroup) -> Any:
     """The key-value store of a group, for keys of ours; None where torch keeps none."""
     _, store = distributed_c10d._world.pg_map.get(group, (None, None))
-    return None if store is None else dist.PrefixStore("mt-moe", store)
+    return None if store is None else PrefixStore("mt-moe", store)
 
 
 def meet(group: dist.ProcessGroup, value: str, *, what: str, timeout: float) -> list[str]:
@@ -127,7 +128,7 @@ def _names(prefix: str) -> Iterator[None]:
         def name(*args: Any, **named: Any) -> Any:
             return f"{prefix}-{next(numbers)}" if threading.get_ident() == thread else usual(*args, **named)
 
-        distributed_c10d._process_group_name = name  # type: ignore[assignment]
+        distributed_c10d._process_group_name = name
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,6 +123,12 @@ SPLIT: dict[str, tuple[int, Call, Call, str]] = {
     "hidden of cached": (0, lambda b, r, g: _cached(b, r, g, x=g.x.repeat(1, 2)), _cached, "hidden: rank 0 80"),
     "dtype": (2, lambda b, r, g: _combine(b, r, g, x=g.recv_x.float()), _combine, "rank 2 torch.float32"),
     "weights given": (1, lambda b, r, g: _cached(b, r, g, topk_weights=g.weights), _cached, "rank 0 none given"),
+    "weights of combine": (
+        1,
+        lambda b, r, g: _combine(b, r, g, topk_weights=torch.ones(g.recv_x.shape[0], 3)),
+        _combine,
+        "topk_weights: rank 0 none given, rank 1 torch.float32",
+    ),
     "pair": (2, lambda b, r, g: _cached(b, r, g, x=_pair(g)), _cached, "dtype: rank 0 torch.bfloat16"),
     "columns of scales": (
         1,
@@ -134,8 +141,42 @@ SPLIT: dict[str, tuple[int, Call, Call, str]] = {
 }  # fmt: skip
 
 
+# Options of a buffer that rank 1 gives: those of the others are 8 tokens a rank and 20 s.
+BUILDING: dict[str, tuple[dict[str, Any], str, str]] = {
+    "negative": ({"num_topk": -1}, "UsageError", "num_topk=-1"),
+    "not whole": ({"num_bytes": 100}, "UsageError", "a multiple of 2097152"),
+    "backend": ({"backend": "nccl4"}, "UsageError", "backend 'nccl4'"),
+    "device": ({"device": "bogus"}, "UsageError", "device='bogus'"),
+    "timeout": ({"num_cpu_timeout_secs": -1}, "UsageError", "num_cpu_timeout_secs=-1"),
+    "no time": ({"num_cpu_timeout_secs": "soon"}, "UsageError", "num_cpu_timeout_secs='soon'"),
+    "bound": ({"num_max_tokens_per_rank": 9}, "CommError", "num_max_tokens_per_rank: rank 0 8, rank 1 9, rank 2 8"),
+    "sums": ({"allow_multiple_reduction": False}, "CommError", "allow_multiple_reduction: rank 0 True, rank 1 False"),
+    "seconds": ({"num_cpu_timeout_secs": 21}, "CommError", "num_cpu_timeout_secs: rank 0 20.0, rank 1 21.0"),
+}
+
+
+def _building(rank: int, backend: str) -> list[str]:
+    """A mistake in building, with another buffer of the group alive and without."""
+    wrong, good = [], {"backend": backend, "num_cpu_timeout_secs": 20, "num_max_tokens_per_rank": 8}
+    for alive in (False, True):
+        with ElasticBuffer(**good) if alive else contextlib.nullcontext():
+            for name, (changes, kind, says) in BUILDING.items():
+                start = time.monotonic()
+                try:
+                    ElasticBuffer(**(good | changes if rank == 1 else good))
+                    wrong.append(f"building, {name}: no error")
+                except MTMoEError as error:
+                    text, wanted = str(error), kind if rank == 1 else "CommError"
+                    named = rank == 1 or kind == "CommError" or "because of rank 1: " in text
+                    if type(error).__name__ != wanted or says not in text or not named:
+                        wrong.append(f"building, {name}: {type(error).__name__} {text}")
+                if time.monotonic() - start > 5:
+                    wrong.append(f"building, {name}: took {time.monotonic() - start:.1f} s")
+    return wrong
+
+
 def _misuse(rank: int, backend: str, seed: int) -> list[str]:
-    wrong = []
+    wrong = _building(rank, backend)
     with (
         ElasticBuffer(backend=backend, num_cpu_timeout_secs=20) as buffer,
         ElasticBuffer(backend=backend, num_cpu_timeout_secs=20) as other,
