@@ -72,7 +72,10 @@ class Operations:
         event = self.backend.start_layout(LayoutJob(op, settings, topk_idx, kept, (given, here)))
         lanes = None
         if settings["do_expand"] and not self.multiple_reduction:
-            each = settings | {"num_topk": 1, "num_max_tokens_per_rank": 0}
+            each = settings | {
+                "num_topk": 1,
+                "num_max_tokens_per_rank": settings["num_max_tokens_per_rank"] * topk_idx.shape[1],
+            }
             single = kept.view(-1, 1)
             lanes_event = self.backend.start_layout(LayoutJob("prepare", each, single, single, (event, given, here)))
             lanes = self._handle(single, each, lanes_event, 0, 0, None)
@@ -137,10 +140,14 @@ class Operations:
             out_weights=out_weights,
             after=(as_handle(args.previous_event),),
             before_epilogue=as_handle(args.previous_event_before_epilogue),
+            num_sms=args.num_sms or handle.num_sms,
         )
-        event = self.backend.dispatch(job)
         recv_x: Rows = out_x
-        if pair:
+        if pair and self.backend.capabilities.moves_scales:
+            job = self._with_scales(job, args)
+            recv_x = (out_x, job.out_scales)
+        event = self.backend.dispatch(job)
+        if pair and not self.backend.capabilities.moves_scales:
             out_scales, event = self._scales(job, args, event)
             recv_x = (out_x, out_scales)
         stats = args.cumulative_local_expert_recv_stats
@@ -149,6 +156,16 @@ class Operations:
                 lambda: stats.add_(handle.num_unaligned_recv_tokens_per_expert), after=[event], tensors=[stats]
             )
         return recv_x, out_idx, out_weights, handle, event
+
+    def _with_scales(self, job: MoveJob, args: DispatchArgs) -> MoveJob:
+        """The job with the scales of its pair beside the data."""
+        scales, num_rows = args.x[1].detach(), job.out_x.shape[0]
+        with self.backend.queue.allocating(args.allocate_on_comm_stream):
+            if args.use_tma_aligned_col_major_sf:
+                out = fp8.empty_column_major(num_rows, scales.shape[1], scales)
+            else:
+                out = scales.new_empty(num_rows, scales.shape[1])
+        return replace(job, scales=scales, out_scales=out)
 
     def _scales(self, data: MoveJob, args: DispatchArgs, moved: EventHandle) -> tuple[torch.Tensor, EventHandle]:
         """Moves the scales behind the data, and not at all where that was refused; the event completes both."""
@@ -193,6 +210,7 @@ class Operations:
             out_weights=out_weights,
             after=(as_handle(args.previous_event),),
             before_epilogue=epilogue,
+            num_sms=args.num_sms or handle.num_sms,
         )
         if lanes is None:
             return out_x, out_weights, self.backend.combine(job)

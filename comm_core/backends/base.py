@@ -36,6 +36,7 @@ class Capabilities:
         fp8_kinds: device kinds on which x may be a pair (data, scales).
         worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
+        moves_scales: a dispatch takes the scales of a pair along with its data; otherwise they are a second one.
         region_kinds: device kinds on which it has regions.
         one_sided_reads: `Region.read` needs nothing of the other ranks; otherwise it is a call that all ranks make.
     """
@@ -48,6 +49,7 @@ class Capabilities:
     fp8_kinds: tuple[str, ...]
     worst_case_outputs: bool
     single_reduction: bool
+    moves_scales: bool = False
     region_kinds: tuple[str, ...] = ()
     one_sided_reads: bool = False
 
@@ -85,6 +87,8 @@ class MoveJob:
         out_x, out_weights: where results go.
         out_idx: dispatch, int64 [n, num_topk], local ids.
         before_epilogue: an event that local work after the transfer must wait for.
+        scales, out_scales: dispatch of a pair where the backend moves scales: 4-byte words with any strides.
+        num_sms: multiprocessors to use at most, 0 for automatic.
     """
 
     op: str
@@ -98,6 +102,9 @@ class MoveJob:
     out_idx: torch.Tensor | None = None
     after: tuple[EventHandle | None, ...] = ()
     before_epilogue: EventHandle | None = None
+    scales: torch.Tensor | None = None
+    out_scales: torch.Tensor | None = None
+    num_sms: int = 0
 
     def fitted(self) -> MoveJob:
         """The same job on the rows that are really there; behind them ids become -1, the rest 0. Waits for counts."""

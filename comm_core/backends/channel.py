@@ -105,6 +105,8 @@ class Channel:
 
     _shared: ClassVar[dict[tuple[dist.ProcessGroup, torch.device, float], Channel]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    # False where torch.distributed moves no rows: the data group is the control group then.
+    has_data_group: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.device, self.timeout = device, timeout
@@ -115,11 +117,10 @@ class Channel:
         self._users, self._next_buffer, self._calls = 0, 0, 0
         self._agreed: weakref.WeakSet[Exception] = weakref.WeakSet()
         self._unread_checks: deque[EventHandle] = deque()
-        kinds = ("gloo", devices.collective_backend(device.type))
+        kinds = ("gloo", devices.collective_backend(device.type)) if self.has_data_group else ("gloo",)
         try:
-            self.control_group, self.data_group = private_groups(
-                group, 2, timeout=timedelta(seconds=timeout), backends=kinds
-            )
+            groups = private_groups(group, len(kinds), timeout=timedelta(seconds=timeout), backends=kinds)
+            self.control_group, self.data_group = groups[0], groups[-1]
         except CommError:
             raise
         except RuntimeError as error:
@@ -157,7 +158,8 @@ class Channel:
         ended = self.data_queue.close(seconds) and self.control_queue.close(seconds)
         # A group that a thread still waits in must stay; the thread's reference goes with its timeout.
         if ended and dist.is_initialized():
-            dist.destroy_process_group(self.data_group)
+            if self.has_data_group:
+                dist.destroy_process_group(self.data_group)
             dist.destroy_process_group(self.control_group)
 
     def next_buffer_id(self) -> int:
