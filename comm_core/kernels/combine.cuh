@@ -15,7 +15,7 @@ struct alignas(sizeof(T) * N) Pack {
 template <typename P, int N, typename T>
 __device__ __forceinline__ void add(float (&sums)[N], const P& pack, T) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] = __fadd_rn(sums[i], to_float(pack.at[i]));
+  for (int i = 0; i < N; ++i) sums[i] += to_float(pack.at[i]);  // no product: nothing to fuse
 }
 
 // Adds up rows given by lanes: lane `b` of the warp holds the address of a summand for each bit b of `lanes`.
@@ -42,7 +42,7 @@ __device__ __forceinline__ void sum_rows(uint32_t lanes, const char* address, co
     }
     uint32_t left = lanes;
     while (left) {
-      const uint64_t own = reinterpret_cast<uint64_t>(address);
+      const long long own = reinterpret_cast<long long>(address);  // shuffles take no unsigned types on MUSA
       const P* one = reinterpret_cast<const P*>(__shfl_sync(ALL_LANES, own, __ffs(left) - 1));
       left &= left - 1;
       const P* two = left ? reinterpret_cast<const P*>(__shfl_sync(ALL_LANES, own, __ffs(left) - 1)) : nullptr;
