@@ -43,7 +43,12 @@ class EventHandle:
 
     Args:
         device: whose current stream is recorded; the accelerator this process uses, else the CPU.
+
+    Attributes:
+        number: of the call whose work this is, where that is known at once.
     """
+
+    number: int | None = None
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None else devices.current()

@@ -89,8 +89,9 @@ class EPHandle:
 
     @property
     def number(self) -> int:
-        """Tells handles apart, in the same way on all ranks."""
-        return self.layout.number
+        """Tells handles apart, in the same way on all ranks; waits for the counts only where it comes with them."""
+        known = self.event.number
+        return self.layout.number if known is None else known
 
     @property
     def num_tokens(self) -> int:

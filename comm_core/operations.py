@@ -144,8 +144,8 @@ class Operations:
         )
         recv_x: Rows = out_x
         if pair and self.backend.capabilities.moves_scales:
-            job = self._with_scales(job, args)
-            recv_x = (out_x, job.out_scales)
+            job, out_scales = self._with_scales(job, args)
+            recv_x = (out_x, out_scales)
         event = self.backend.dispatch(job)
         if pair and not self.backend.capabilities.moves_scales:
             out_scales, event = self._scales(job, args, event)
@@ -157,15 +157,15 @@ class Operations:
             )
         return recv_x, out_idx, out_weights, handle, event
 
-    def _with_scales(self, job: MoveJob, args: DispatchArgs) -> MoveJob:
-        """The job with the scales of its pair beside the data."""
+    def _with_scales(self, job: MoveJob, args: DispatchArgs) -> tuple[MoveJob, torch.Tensor]:
+        """The job with the scales of its pair beside the data, and where they will be."""
         scales, num_rows = args.x[1].detach(), job.out_x.shape[0]
         with self.backend.queue.allocating(args.allocate_on_comm_stream):
             if args.use_tma_aligned_col_major_sf:
                 out = fp8.empty_column_major(num_rows, scales.shape[1], scales)
             else:
                 out = scales.new_empty(num_rows, scales.shape[1])
-        return replace(job, scales=scales, out_scales=out)
+        return replace(job, scales=scales, out_scales=out), out
 
     def _scales(self, data: MoveJob, args: DispatchArgs, moved: EventHandle) -> tuple[torch.Tensor, EventHandle]:
         """Moves the scales behind the data, and not at all where that was refused; the event completes both."""

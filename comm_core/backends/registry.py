@@ -15,6 +15,7 @@ from comm_core.runtime.errors import UsageError
 _BACKENDS = {
     "collective": "comm_core.backends.collective:CollectiveBackend",
     "posix": "comm_core.backends.posix:PosixBackend",
+    "gpu": "comm_core.backends.gpu:GpuBackend",
 }
 
 

@@ -27,7 +27,6 @@ enum MtStatus : uint32_t {
   MT_OK = 0,
   MT_BAD_ID = 1,      // an id out of range or twice in a row: the lane counts as masked
   MT_REFUSED = 2,     // the call is wrong on this rank, nothing moves
-  MT_TOO_MANY = 4,    // more tokens than handles of this channel have room for: all make room and repeat
 };
 
 // Words of the record by which the host learns counts, in mapped host memory.

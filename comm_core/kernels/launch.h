@@ -16,6 +16,8 @@ int mt_close(void* pointer);
 int mt_host_alloc(uint64_t bytes, void** host, void** device);  // mapped, cleared
 int mt_host_free(void* host);
 int mt_copy(void* to, const void* from, uint64_t bytes, void* stream);
+int mt_clear(void* to, uint64_t bytes, void* stream);
+int mt_synchronize();
 int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second);
 // Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`, 2 where `fault` became set first.
 int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds);

@@ -75,9 +75,11 @@ int mt_host_alloc(uint64_t bytes, void** host, void** device) {
 int mt_host_free(void* host) { return MT_RT(FreeHost)(host); }
 
 int mt_copy(void* to, const void* from, uint64_t bytes, void* stream) {
-  return MT_RT(MemcpyAsync)(to, from, bytes, MT_RT(MemcpyDeviceToDevice), mt::stream_of(stream));
+  return MT_RT(MemcpyAsync)(to, from, bytes, MT_RT(MemcpyDefault), mt::stream_of(stream));
 }
+int mt_clear(void* to, uint64_t bytes, void* stream) { return MT_RT(MemsetAsync)(to, 0, bytes, mt::stream_of(stream)); }
 
+int mt_synchronize() { return MT_RT(DeviceSynchronize)(); }
 int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second) {
   int value = 0;
   int code = MT_RT(DeviceGetAttribute)(&value, MT_RT(DevAttrMultiProcessorCount), device);

@@ -195,6 +195,7 @@ __device__ __forceinline__ void write_record(const MtLayoutCall& call, uint32_t 
   for (int e = threadIdx.x; e < call.layout.num_local; e += blockDim.x)
     record[MT_REC_TABLES + num_ranks + num_ranks * num_ranks + e] = totals[e];
   if (threadIdx.x == 0) {
+    if (differ || status != MT_OK) note_difference(channel);
     record[MT_REC_STATUS] = status;
     record[MT_REC_DIFFERENT] = differ;
     record[MT_REC_ROWS] = rows;

@@ -51,7 +51,7 @@ __device__ __forceinline__ bool wait_flag(const MtChannel& channel, const volati
     if (*aborted) return false;
     if (ticks() - start > channel.timeout_ticks) {
       volatile uint32_t* fault = reinterpret_cast<volatile uint32_t*>(channel.fault);
-      if (atomicExch(&state_of(channel)->aborted, 1u) == 0) {
+      if (atomicCAS(&state_of(channel)->aborted, 0u, 1u) == 0) {
         fault[MT_FAULT_PEER] = peer;
         fault[MT_FAULT_NUMBER] = channel.number;
         raise_flag(&fault[MT_FAULT_SET], 1);
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool headers_differ(const MtChannel& channel, uint32_
   const uint32_t hash = header(channel, seq, channel.rank, channel.rank)[MT_HASH];
   for (int r = threadIdx.x; r < channel.num_ranks; r += blockDim.x) {
     const volatile uint32_t* words = header(channel, seq, channel.rank, r);
-    differ = differ || words[MT_HASH] != hash || (words[MT_STATUS] & (MT_REFUSED | MT_TOO_MANY));
+    differ = differ || words[MT_HASH] != hash || (words[MT_STATUS] & MT_REFUSED);
   }
   return __syncthreads_or(differ);
 }
@@ -120,6 +120,12 @@ __device__ __forceinline__ void send_header(const MtChannel& channel, uint32_t s
   raise_flag(words + MT_SEQ, seq);
 }
 
+// Tells the host which call went wrong first; one thread.
+__device__ __forceinline__ void note_difference(const MtChannel& channel) {
+  if (atomicCAS(&state_of(channel)->differed, 0u, 1u) != 0) return;
+  raise_flag(&reinterpret_cast<volatile uint32_t*>(channel.fault)[MT_FAULT_DIFFERENT], channel.number);
+}
+
 // Begins an operation that moves rows, in every block: headers go out and come in. False where nothing may move.
 __device__ __forceinline__ bool begin(const MtChannel& channel, uint32_t seq, uint32_t hash, uint32_t status, const MtPlace& x,
                                       const MtPlace& weights, const MtPlace& scales, uint32_t lent) {
@@ -128,10 +134,7 @@ __device__ __forceinline__ bool begin(const MtChannel& channel, uint32_t seq, ui
       send_header(channel, seq, r, hash, status, x, weights, scales, lent);
   if (!wait_headers(channel, seq)) return false;
   if (!headers_differ(channel, seq)) return true;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && atomicExch(&state_of(channel)->differed, 1u) == 0) {
-    volatile uint32_t* fault = reinterpret_cast<volatile uint32_t*>(channel.fault);
-    raise_flag(&fault[MT_FAULT_DIFFERENT], channel.number);
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) note_difference(channel);
   return false;
 }
 

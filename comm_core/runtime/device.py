@@ -108,6 +108,25 @@ def use_stream(device: torch.device, stream: Any) -> Any:
     return accelerator(device.type).stream(stream)
 
 
+def raw_stream(stream: Any) -> int:
+    """The runtime's handle of a stream, for code outside torch; 0, the default stream, for None."""
+    for attribute in ("cuda_stream", "musa_stream"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    return 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True while the current stream of `device` is recorded into a graph."""
+    return device.type != "cpu" and bool(accelerator(device.type).is_current_stream_capturing())
+
+
+def architecture(device: torch.device) -> str:
+    """What a compiler calls the device: sm_90, mp_31."""
+    major, minor = accelerator(device.type).get_device_capability(device)
+    return f"{'mp' if device.type == 'musa' else 'sm'}_{major}{minor}"
+
+
 def keep_for_current_stream(*tensors: torch.Tensor) -> None:
     """Memory made on another stream is not reused before the current stream's work up to now; nothing on the CPU."""
     for tensor in tensors:

@@ -1,0 +1,333 @@
+"""Dispatch and combine by kernels over symmetric memory: CUDA, and MUSA from the same source.
+
+Rows are pulled. A rank lays what it sends into its own symmetric memory once, and every rank reads the rows it is to
+have straight into its outputs, plain or expanded: no staging where they arrive, no epilogue, one order. Outputs are
+ordinary tensors of torch, so they may be resized, viewed and recorded as any other; nothing of a call has to be kept
+for its results. Combine is the same the other way round: the rank of the token reads and adds.
+
+Kernels: comm_core/kernels. Who waits for whom: kernels/sync.cuh. What the host does: gpu_channel.py, gpu_layout.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from comm_core.backends.base import Capabilities, LayoutJob, MoveJob, Region
+from comm_core.backends.gpu_channel import GpuChannel
+from comm_core.backends.gpu_layout import CountsEvent, DeviceLayout, ring_half, start_layout
+from comm_core.event import EventHandle
+from comm_core.kernels import library as abi
+from comm_core.layout import align
+from comm_core.runtime import device as devices
+from comm_core.runtime import trace
+from comm_core.runtime.errors import UsageError
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Multiprocessors of a call that names none: more do not move rows over the link faster, fewer do it slower.
+DEFAULT_SMS = 16
+_DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512
+_ALIGNMENT = 256
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Hands out places in the half of the ring that a call uses."""
+
+    channel: GpuChannel
+    at: int
+    stream: int
+
+    def take(self, num_bytes: int) -> Any:
+        """A place for `num_bytes`."""
+        place = abi.Place(offset=self.at, segment=abi.RING)
+        self.at += align(num_bytes, _ALIGNMENT)
+        return place
+
+    def address(self, place: Any) -> int:
+        """Its address in this process."""
+        return self.channel.memory.base(abi.RING) + int(place.offset)
+
+    def lay(self, rows: torch.Tensor) -> Any:
+        """Copies a tensor to a place, row-major."""
+        place = self.take(rows.nbytes)
+        if rows.nbytes:
+            whole = rows if _is_dense(rows) else _dense(rows)
+            self.channel.library.copy(self.address(place), whole.data_ptr(), rows.nbytes, self.stream)
+        return place
+
+
+class GpuBackend:
+    """The backend named "gpu"; see `base.Backend` for its operations."""
+
+    name = "gpu"
+    capabilities = Capabilities(
+        device_kinds=("cuda", "musa"),
+        dtypes=_DTYPES,
+        hidden_multiple=8,
+        needs_token_bound=False,
+        host_checked_kinds=(),
+        fp8_kinds=("cuda", "musa"),
+        worst_case_outputs=True,
+        single_reduction=True,
+        moves_scales=True,
+    )
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        channel = GpuChannel.acquire(group, device, timeout)
+        assert isinstance(channel, GpuChannel)
+        self._channel, self.device = channel, device
+        self.rank, self.num_ranks = channel.rank, channel.num_ranks
+        self.buffer_id = channel.next_buffer_id()
+        self.queue = channel.data_queue
+        # Bytes a second that this rank reads from the others at most, in GB/s; None for as fast as it goes.
+        self.pace_gbs: float | None = None
+
+    @staticmethod
+    def why_not(kind: str) -> str | None:
+        """It needs a device, and a compiler or a library compiled before."""
+        if kind == "cpu":
+            return "kernels need a device"
+        return None if devices.count(kind) else f"no {kind} device is visible to torch {torch.__version__}"
+
+    def start_layout(self, job: LayoutJob) -> EventHandle:
+        """Launches the count exchange; its result waits for mapped memory alone."""
+        return start_layout(self._channel, job)
+
+    def dispatch(self, job: MoveJob) -> EventHandle:
+        """Pulls rows, weights and scales of the tokens routed here."""
+        channel, layout = self._begin(job)
+        tensors = [item for item in (job.x, job.weights, job.scales) if item is not None]
+        tokens = job.handle.static_bound or max(self._counts(job).num_tokens_of)
+        need = sum(align(tokens * _row_bytes(item), _ALIGNMENT) for item in tensors)
+        settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
+        channel.make_room(abi.RING, 2 * need, job.op, settings)
+        number, hashed = channel.number(job.op, settings, lambda: None)
+        row_bytes, words = _row_bytes(job.x), _words(job.weights)
+        sms = self._sms(job)
+
+        def launch() -> None:
+            _wait(job.before_epilogue)
+            ring = self._ring(number)
+            out_scales = job.out_scales
+            call = abi.DispatchCall(
+                channel=channel.header(number),
+                layout=layout.struct,
+                x=ring.lay(job.x),
+                weights=ring.lay(job.weights) if job.weights is not None else abi.Place(),
+                scales=ring.lay(job.scales) if job.scales is not None else abi.Place(),
+                out_x=job.out_x.data_ptr(),
+                out_idx=_address(job.out_idx),
+                out_weights=_address(job.out_weights),
+                out_scales=_address(out_scales),
+                scale_row_stride=0 if out_scales is None else out_scales.stride(0),
+                scale_col_stride=0 if out_scales is None else out_scales.stride(1),
+                num_out_rows=job.out_x.shape[0],
+                ticks_per_byte=self._ticks_per_byte(sms * _DISPATCH_THREADS // 32),
+                hash=hashed,
+                row_bytes=row_bytes,
+                scale_words=0 if job.scales is None else job.scales.shape[1],
+                weight_words=words,
+                num_sms=sms,
+                threads=_DISPATCH_THREADS,
+            )
+            with trace.span("dispatch", "ep", lane="ep", num_tokens=job.x.shape[0], bytes=job.out_x.nbytes):
+                channel.library.launch("dispatch", call, ring.stream)
+
+        return self._submit(job, launch, [layout.memory, layout.kept])
+
+    def combine(self, job: MoveJob) -> EventHandle:
+        """Reads the rows of each token from the ranks that had them, and adds them up."""
+        channel, layout = self._begin(job)
+        num_topk, hidden = job.handle.num_topk, job.x.shape[1]
+        if job.handle.static_bound:
+            most = job.handle.static_bound * self.num_ranks
+        else:
+            most = max(sum(column) for column in zip(*self._counts(job).matrix, strict=True))
+        words = _words(job.weights)
+        need = align(most * _row_bytes(job.x), _ALIGNMENT) + align(most * num_topk * words * 4, _ALIGNMENT)
+        settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
+        channel.make_room(abi.RING, 2 * need, job.op, settings)
+        number, hashed = channel.number(job.op, settings, lambda: None)
+        sms = self._sms(job)
+
+        def launch() -> None:
+            _wait(job.before_epilogue)
+            ring = self._ring(number)
+            x, weights, local = self._lay_answers(job, ring, layout, most)
+            biases = [*(item if item.data_ptr() % 16 == 0 else item.clone() for item in job.biases), None, None]
+            call = abi.CombineCall(
+                channel=channel.header(number),
+                layout=layout.struct,
+                x=x,
+                weights=weights,
+                local_x=local,
+                out_x=job.out_x.data_ptr(),
+                out_weights=_address(job.out_weights),
+                bias0=_address(biases[0]),
+                bias1=_address(biases[1]),
+                ticks_per_byte=self._ticks_per_byte(sms * _COMBINE_THREADS // 32),
+                hash=hashed,
+                hidden=hidden,
+                dtype=_DTYPES.index(job.x.dtype),
+                weight_words=words,
+                num_sms=sms,
+                threads=_COMBINE_THREADS,
+            )
+            with trace.span("combine", "ep", lane="ep", num_tokens=job.out_x.shape[0], bytes=job.x.nbytes):
+                channel.library.launch("combine", call, ring.stream)
+
+        return self._submit(job, launch, [layout.memory, layout.kept])
+
+    def barrier(self) -> EventHandle:
+        """A call without rows on the comm stream; behind it everything issued before is done on all ranks."""
+        self._channel.check_alive()
+        event = self.queue.submit(lambda: self._channel.launch_barrier("barrier", {"buffer": self.buffer_id}, None))
+        return _Checked(event, self._channel)
+
+    def agree(self, op: str, settings: Any, *, drained: bool = False) -> EventHandle:
+        """Compares a call on the control group; `drained` waits for the device first."""
+        self._channel.check_alive()
+        here = self.queue.submit(lambda: None) if drained else None
+        return self._channel.submit_agreed(op, dict(settings), None, 0, after=here)
+
+    def open_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
+        """Not there: `Capabilities.region_kinds` is empty."""
+        raise UsageError(f"{op} with backend 'gpu'", allowed="backends with regions", fix="use backend='collective'")
+
+    def note_failure(self, error: BaseException) -> None:
+        """Later calls raise; the others find out by their timeout."""
+        self._channel.note_failure(error)
+
+    def refuse(self, op: str, problem: UsageError) -> NoReturn:
+        """Takes part in the call `op` only to say that it is wrong here; raises `problem`."""
+        self._channel.refuse(op, problem)
+
+    def close(self, *, collective: bool) -> None:
+        """Waits for the device and the other ranks (`collective`), then frees memory."""
+        channel = self._channel
+        together = collective and channel.broken is None and dist.is_initialized()
+        try:
+            if together:
+                self.barrier().synchronize()
+        finally:
+            channel.release(wait=together and channel.broken is None)
+
+    def _begin(self, job: MoveJob) -> tuple[GpuChannel, DeviceLayout]:
+        self._channel.check_alive()
+        return self._channel, self._counts_event(job).device_layout
+
+    def _counts_event(self, job: MoveJob) -> CountsEvent:
+        event = job.handle.event
+        assert isinstance(event, CountsEvent)
+        return event
+
+    def _counts(self, job: MoveJob) -> Any:
+        return self._counts_event(job).result()
+
+    def _sms(self, job: MoveJob) -> int:
+        return min(job.num_sms or DEFAULT_SMS, self._channel.num_sms)
+
+    def _ticks_per_byte(self, warps: int) -> float:
+        return 0.0 if self.pace_gbs is None else warps * self._channel.ticks_per_second / (self.pace_gbs * 1e9)
+
+    def _ring(self, number: int) -> _Ring:
+        return _Ring(self._channel, ring_half(self._channel, number), devices.raw_stream(self.queue.stream))
+
+    def _submit(self, job: MoveJob, launch: Any, kept: list[torch.Tensor]) -> EventHandle:
+        tensors = [job.x, job.weights, job.scales, job.out_x, job.out_idx, job.out_weights, job.out_scales, *job.biases]
+        return self.queue.submit(
+            launch,
+            after=job.after,
+            tensors=[*(item for item in tensors if item is not None), *kept],
+            on_failure=self._channel.note_failure,
+        )
+
+    def _lay_answers(self, job: MoveJob, ring: _Ring, layout: DeviceLayout, most: int) -> tuple[Any, Any, int]:
+        """Lays rows and weights of a combine down: (place of rows, of weights, address of rows for this rank)."""
+        row_bytes, words, num_topk = _row_bytes(job.x), _words(job.weights), job.handle.num_topk
+        rows, weights = ring.take(most * row_bytes), abi.Place()
+        if job.weights is not None:
+            weights = ring.take(most * num_topk * words * 4)
+        if not job.handle.do_expand and not job.handle.static_bound and job.x.data_ptr() % 16 == 0:
+            # The host knows the counts: the copy engine moves what others will read, this rank's rows stay.
+            splits = self._counts(job).recv_splits
+            first = sum(splits[: self.rank])
+            last = first + splits[self.rank]
+            for begin, end in ((0, first), (last, sum(splits))):
+                if end > begin:
+                    offset, num_bytes = begin * row_bytes, (end - begin) * row_bytes
+                    ring.channel.library.copy(
+                        ring.address(rows) + offset, job.x.data_ptr() + offset, num_bytes, ring.stream
+                    )
+            if job.weights is not None and job.weights.nbytes:
+                ring.channel.library.copy(
+                    ring.address(weights), job.weights.data_ptr(), job.weights.nbytes, ring.stream
+                )
+            return rows, weights, job.x.data_ptr()
+        aligned = job.x if job.x.data_ptr() % 16 == 0 else job.x.clone()
+        call = abi.ReduceCall(
+            layout=layout.struct,
+            x=aligned.data_ptr(),
+            rows=ring.address(rows),
+            weights=_address(job.weights),
+            lane_weights=ring.address(weights) if job.weights is not None else 0,
+            hidden=job.x.shape[1],
+            dtype=_DTYPES.index(job.x.dtype),
+            weight_words=words,
+            num_ranks=self.num_ranks,
+            num_sms=2 * ring.channel.num_sms,
+            threads=512,
+        )
+        ring.channel.library.launch("reduce", call, ring.stream)
+        return rows, weights, ring.address(rows)
+
+
+class _Checked(EventHandle):
+    """An event whose host wait also finds what went wrong on the device."""
+
+    def __init__(self, event: EventHandle, channel: GpuChannel) -> None:
+        super().__init__(torch.device("cpu"))
+        self._inner, self._channel = event, channel
+
+    def query(self) -> bool:
+        """True when the work is done."""
+        return self._inner.query()
+
+    def current_stream_wait(self) -> None:
+        """Makes the current stream wait."""
+        self._inner.current_stream_wait()
+
+    def synchronize(self) -> None:
+        """Blocks until the work is done, and raises what ended it."""
+        self._inner.synchronize()
+        self._channel.check_alive()
+
+
+def _wait(event: EventHandle | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
+
+
+def _words(weights: torch.Tensor | None) -> int:
+    return 1 if weights is None else weights.element_size() // 4
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_dense(rows: torch.Tensor) -> bool:
+    """Row-major without gaps. Not is_contiguous(): a single column with a wide stride counts as such."""
+    return rows.dim() == 1 or rows.stride() == (rows.shape[1], 1)
+
+
+def _dense(rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device).copy_(rows)

@@ -1,0 +1,273 @@
+"""The layout of a handle that the device made: its memory, and what the host learns of it when it asks.
+
+Kernels write rows, ids and counts into one block of device memory; a record in mapped memory tells the host the counts.
+What only debugging and the V1 interface read (the plans of `comm_core.layout`) is computed from that when asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from comm_core import layout as plans
+from comm_core.backends.base import LayoutJob
+from comm_core.backends.gpu_channel import DEFAULT_BOUND, GpuChannel, Words
+from comm_core.event import EventHandle
+from comm_core.handle import RankLayout
+from comm_core.kernels import library as abi
+from comm_core.layout import align
+from comm_core.runtime import device as devices
+from comm_core.runtime.errors import MTMoEError, UsageError
+
+
+class DeviceLayout:
+    """Device memory of one layout.
+
+    Args:
+        channel: whose ranks take part.
+        job: the call; its `kept` ids are part of the layout.
+        bound: tokens a rank at most.
+
+    Attributes:
+        memory: int32, everything but the ids.
+        struct: what kernels get.
+        kept: int64 [num_tokens, num_topk].
+    """
+
+    def __init__(self, channel: GpuChannel, job: LayoutJob, bound: int) -> None:
+        num_tokens, num_topk = job.topk_idx.shape
+        num_ranks, expand = channel.num_ranks, bool(job.settings["do_expand"])
+        num_local, room = job.settings["num_experts"] // num_ranks, bound * num_ranks
+        sizes = {
+            "lane_row": num_tokens * num_topk,
+            "last_lanes": num_tokens,
+            "matrix": num_ranks * num_ranks,
+            "row_base": num_ranks + 1,
+            "recv_token": room,
+            "local_idx": room * num_topk,
+            "expand_row": room * num_topk if expand else 0,
+            "expert_counts": num_local,
+            "expert_starts": num_local + 1,
+            "chunk_counts": -(-room // abi.CHUNK) * num_local,
+            "block_counts": max(1, -(-num_tokens // abi.TOKENS)) * num_ranks,
+        }
+        self.kept = job.kept
+        self.memory = torch.empty(sum(sizes.values()), dtype=torch.int32, device=channel.device)
+        self._at: dict[str, tuple[int, int]] = {}
+        first = 0
+        for name, size in sizes.items():
+            self._at[name] = (first, size)
+            first += size
+        fields = {name: self.address(name) for name in sizes if name != "block_counts"}
+        self.struct: Any = abi.Layout(
+            topk_idx=self.kept.data_ptr(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_local=num_local,
+            alignment=job.settings["expert_alignment"],
+            expand=int(expand),
+            room=room,
+            **fields,
+        )
+
+    def address(self, name: str) -> int:
+        """Device address of a table."""
+        return self.memory.data_ptr() + 4 * self._at[name][0]
+
+    def table(self, name: str, rows: int) -> torch.Tensor:
+        """The first `rows` rows of a table, one line where it has no columns."""
+        first, _ = self._at[name]
+        width = self.struct.num_topk if name in ("local_idx", "expand_row", "lane_row") else 1
+        flat = self.memory[first : first + rows * width]
+        return flat.view(rows, width) if width > 1 or name in ("local_idx", "expand_row", "lane_row") else flat
+
+
+class GpuLayout(RankLayout):
+    """`RankLayout` from counts the host has read; plans are computed when asked for."""
+
+    def __init__(self, device: DeviceLayout, counts: dict[str, Any], rank: int, number: int) -> None:
+        matrix = counts["matrix"]
+        values = {
+            "device": device,
+            "rank": rank,
+            "num_ranks": len(matrix),
+            "num_tokens_of": counts["num_tokens"],
+            "matrix": matrix,
+            "send_splits": list(matrix[rank]),
+            "recv_splits": [line[rank] for line in matrix],
+            "expert_counts": counts["expert_counts"],
+            "num_expanded": counts["num_expanded"],
+            "token_stride": counts["bound"] or max(1, *counts["num_tokens"]),
+            "number": number,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    device: DeviceLayout
+    rank: int
+    num_ranks: int
+    num_tokens_of: list[int]
+    matrix: list[list[int]]
+    num_expanded: int
+
+    @cached_property
+    def send(self) -> plans.SendPlan:
+        """The sending side, as `plan_send` gives it."""
+        return plans.plan_send(self.device.kept, self.device.struct.num_local * self.num_ranks, self.num_ranks)
+
+    @cached_property
+    def recv(self) -> plans.RecvPlan:
+        """The receiving side, as `plan_recv` gives it."""
+        num_local = self.device.struct.num_local
+        local = self.device.table("local_idx", sum(self.recv_splits)).to(torch.int64)
+        ids = torch.where(local >= 0, local + self.rank * num_local, -1)
+        splits = torch.tensor(self.recv_splits, device=ids.device)
+        return plans.plan_recv(ids, splits, num_local * self.num_ranks, self.rank, self.device.struct.alignment)
+
+    @cached_property
+    def recv_token(self) -> torch.Tensor:
+        """int64 [n], token number on its source rank of each received row."""
+        return self.device.table("recv_token", sum(self.recv_splits)).to(torch.int64)
+
+
+class CountsEvent(EventHandle):
+    """Complete when the layout's kernels are; `result()` waits for the counts alone, in mapped memory.
+
+    Args:
+        channel: of the call.
+        job: the call.
+        device_layout: its memory.
+        number: of the call.
+        record: where the counts come.
+    """
+
+    number: int
+
+    def __init__(self, channel: GpuChannel, job: LayoutJob, layout: DeviceLayout, number: int, record: Words) -> None:
+        super().__init__(channel.device)
+        self._channel, self._record, self._words = channel, record, record.at
+        self._settings = job.settings
+        self.device_layout, self.number = layout, number
+        self._result: GpuLayout | MTMoEError | None = None
+        self._dropped = weakref.finalize(self, channel.give_record, record)
+
+    def result(self) -> GpuLayout:
+        """The layout, as soon as its counts are there.
+
+        Raises:
+            UsageError: an id of this rank is wrong.
+            CommError: another rank's are, or the ranks disagree. PeerTimeout: one did not come.
+        """
+        if self._result is None:
+            try:
+                self._result = self._read()
+            except MTMoEError as error:
+                self._result = error
+        if isinstance(self._result, MTMoEError):
+            raise self._result
+        return self._result
+
+    def _read(self) -> GpuLayout:
+        channel, words = self._channel, self._words
+        channel.check_open()
+        void = channel.call_of(self.number).error
+        if void is not None:
+            raise void
+        channel.wait(self._record, self.number)
+        if words[abi.REC_STATUS] != abi.OK or words[abi.REC_DIFFERENT]:
+            channel.resolve(self.number)
+        ranks = channel.num_ranks
+        at = abi.REC_TABLES
+        tokens = list(words[at : at + ranks])
+        at += ranks
+        matrix = [list(words[at + ranks * r : at + ranks * (r + 1)]) for r in range(ranks)]
+        at += ranks * ranks
+        counts = {
+            "num_tokens": tokens,
+            "matrix": matrix,
+            "expert_counts": list(words[at : at + self.device_layout.struct.num_local]),
+            "num_expanded": int(words[abi.REC_EXPANDED]),
+            "bound": self._settings["num_max_tokens_per_rank"],
+        }
+        if self._dropped.detach():
+            channel.give_record(self._record)
+        return GpuLayout(self.device_layout, counts, channel.rank, self.number)
+
+
+def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
+    """Launches the layout of a call on the comm stream. The bound of tokens is the caller's or DEFAULT_BOUND.
+
+    Raises:
+        UsageError: on every rank (through `refuse`), where this one's call is beyond what kernels take.
+    """
+    channel.check_alive()
+    problem = _beyond(channel, job)
+    if problem is not None:
+        channel.refuse(job.op, problem)
+    bound = job.settings["num_max_tokens_per_rank"] or DEFAULT_BOUND
+    num_topk = job.topk_idx.shape[1]
+    list_bytes = align(bound * min(channel.num_ranks, num_topk) * (1 + num_topk) * 4, 256)
+    channel.make_room(abi.RING, 2 * list_bytes, job.op, job.settings)
+    number, hashed = channel.number(job.op, job.settings, _id_check(job))
+    record = channel.take_record(abi.REC_TABLES + channel.num_ranks * (channel.num_ranks + 1) + abi.MAX_LOCAL_EXPERTS)
+    queue, made = channel.data_queue, []
+
+    def launch() -> None:
+        layout = DeviceLayout(channel, job, bound)
+        given = job.topk_idx if job.topk_idx.is_contiguous() else job.topk_idx.contiguous()
+        call = abi.LayoutCall(
+            channel=channel.header(number),
+            layout=layout.struct,
+            lists=abi.Place(offset=ring_half(channel, number), segment=abi.RING),
+            given_idx=given.data_ptr(),
+            block_counts=layout.address("block_counts"),
+            record=record.device,
+            hash=hashed,
+            num_blocks=max(1, min(64, -(-layout.struct.room // abi.CHUNK))),
+        )
+        channel.library.launch("layout", call, devices.raw_stream(queue.stream))
+        made.append(CountsEvent(channel, job, layout, number, record))
+
+    queue.submit(launch, after=job.after, tensors=[job.topk_idx, job.kept])
+    event: CountsEvent = made[0]
+    return event
+
+
+def ring_half(channel: GpuChannel, number: int) -> int:
+    """Offset of the half of the ring that a call uses: two in turn, see kernels/sync.cuh."""
+    return number % 2 * (channel.memory.sizes[abi.RING] // 2)
+
+
+def _id_check(job: LayoutJob) -> Any:
+    """What is wrong with the ids, asked for when the device has found something; the ids may be gone then."""
+    kept, num_experts = weakref.ref(job.kept), job.settings["num_experts"]
+
+    def check() -> UsageError | None:
+        ids = kept()
+        return None if ids is None else plans.check_ids(ids, num_experts)
+
+    return check
+
+
+def _beyond(channel: GpuChannel, job: LayoutJob) -> UsageError | None:
+    num_tokens, num_topk = job.topk_idx.shape
+    num_local = job.settings["num_experts"] // channel.num_ranks
+    bound = job.settings["num_max_tokens_per_rank"] or DEFAULT_BOUND
+    if num_topk > abi.MAX_TOPK:
+        return UsageError(f"num_topk {num_topk}", allowed=f"at most {abi.MAX_TOPK} with kernels", fix="route to fewer")
+    if num_local > abi.MAX_LOCAL_EXPERTS:
+        return UsageError(
+            f"{num_local} experts on a rank",
+            allowed=f"at most {abi.MAX_LOCAL_EXPERTS} with kernels",
+            fix="use more ranks",
+        )
+    if num_tokens > bound:
+        return UsageError(
+            f"{num_tokens} tokens on rank {channel.rank}",
+            allowed=f"at most {bound}",
+            fix="give num_max_tokens_per_rank",
+        )
+    return None
