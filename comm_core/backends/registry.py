@@ -24,6 +24,11 @@ def names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
+def names_for(kind: str) -> tuple[str, ...]:
+    """Names of the backends that move tensors of a kind of device, on machines that have it."""
+    return tuple(name for name in _BACKENDS if kind in _load(name).capabilities.device_kinds)
+
+
 def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Backend:
     """Builds a backend on every rank of `group` (a collective call).
 

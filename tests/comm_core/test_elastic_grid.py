@@ -7,7 +7,7 @@ recv_src_metadata alone, so that these checks hold for any order inside a source
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -182,7 +182,7 @@ def _check_sums(it: Combination, handle: EPHandle, wanted: list[reference.Dispat
 
 
 def _grid(rank: int, backend: str, seed: int) -> int:
-    data = cases.draw(cases.replace(CASE, seed=seed))
+    data = cases.draw(replace(CASE, seed=seed))
     wanted = {
         (alignment, expand): reference.dispatch(
             data.x, data.topk_idx, data.weights, num_experts=12, expert_alignment=alignment, do_expand=expand
