@@ -140,10 +140,11 @@ def command(compiler: Compiler, archs: Sequence[str], defines: Sequence[str], ou
             *(f"-L{library}", "-lmusart", f"-Wl,-rpath,{library}"),
         ]
     numbers = [arch.removeprefix("sm_") for arch in archs]
+    side_by_side = ("--threads", str(len(archs))) if len(archs) > 1 else ()
     return [
         # No contraction: sums are defined as unfused. The runtime is linked in: torch's is another copy, same context.
         *(str(compiler.path), "-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-shared", "-Xcompiler", "-fPIC"),
-        *("-cudart", "static", "-Xptxas", "-v"),
+        *("-cudart", "static", "-Xptxas", "-v", *side_by_side),
         *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
         *(*macros, entry.source, "-o", str(output)),
     ]
