@@ -91,7 +91,8 @@ class ElasticBuffer(Experimental):
     ) -> None:
         self._closed = True  # until the backend exists
         numbers = {"num_max_tokens_per_rank": num_max_tokens_per_rank, "hidden": hidden, "num_topk": num_topk}
-        same = numbers | {"num_bytes": num_bytes, "allow_multiple_reduction": allow_multiple_reduction}
+        same = numbers | {"num_bytes": num_bytes, "num_cpu_bytes": num_cpu_bytes}
+        same |= {"allow_multiple_reduction": allow_multiple_reduction}
         self.group, self._backend = building.build(
             group, backend, device, num_cpu_timeout_secs, same,
             lambda: building.check_sizes(num_bytes, num_cpu_bytes, numbers | {"num_allocated_qps": num_allocated_qps}),

@@ -42,7 +42,8 @@ def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: f
         UsageError: as `checked`.
         CommTimeoutError: a rank did not arrive.
     """
-    backend: Backend = _load(checked(name, device))(group, device, timeout)
+    with torch.inference_mode(False):  # memory made here outlives the caller's mode
+        backend: Backend = _load(checked(name, device))(group, device, timeout)
     return backend
 
 
