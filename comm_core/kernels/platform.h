@@ -42,7 +42,11 @@ __device__ __forceinline__ void fence_system() { __threadfence_system(); }
 __device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
 
 __device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(mt_bf16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(mt_bf16 value) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, &value, 2);
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
 __device__ __forceinline__ float to_float(mt_half value) { return __half2float(value); }
 
 template <typename T>
