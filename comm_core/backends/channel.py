@@ -11,10 +11,11 @@ every later call says so at once instead of waiting again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -209,6 +210,16 @@ class Channel:
                 work.wait()
         except RuntimeError as error:
             self.broken = self._translated(where, error, self._roll_call.missing(where))
+            raise self.broken from error
+
+    @contextlib.contextmanager
+    def alone_with(self, peer: int, where: str) -> Iterator[None]:
+        """Context of a transport call that one other rank alone takes part in: its errors name that rank."""
+        self.check_alive()
+        try:
+            yield
+        except RuntimeError as error:
+            self.broken = self._translated(where, error, f"rank {peer}")
             raise self.broken from error
 
     def check_alive(self) -> None:

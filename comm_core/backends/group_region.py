@@ -46,8 +46,8 @@ class GroupRegion:
         """Receives the next message of a rank."""
         group, tag = self._channel.control_group, self._first_tag + lane
         if out.numel():
-            who = f"{where} from rank {peer}"
-            self._channel.finish(who, lambda: dist.irecv(out, group=group, group_src=peer, tag=tag))
+            with self._channel.alone_with(peer, where):
+                dist.recv(out, group=group, group_src=peer, tag=tag)
 
     def release(self, lane: int, peers: Sequence[int]) -> None:
         """Nothing to say: a send that is done has told its sender."""
@@ -57,7 +57,10 @@ class GroupRegion:
         for peer in peers:
             sends = self._sends[lane, peer]
             while len(sends) > unreleased:
-                self._finish_send(f"{where} to rank {peer}", sends.popleft())
+                work = sends.popleft()
+                if work is not None:
+                    with self._channel.alone_with(peer, where):
+                        work.wait()
 
     def read(
         self, op: str, settings: Mapping[str, int], owner: torch.Tensor, row: torch.Tensor, out: torch.Tensor
@@ -82,10 +85,6 @@ class GroupRegion:
         self._sends.clear()
         self.local = torch.empty(0, dtype=torch.uint8)
 
-    def _finish_send(self, where: str, work: Any) -> None:
-        if work is not None:
-            self._channel.finish(where, lambda: work)
-
     def _send(self, where: str, lane: int, peer: int, place: torch.Tensor) -> Any:
-        tag = self._first_tag + lane
-        return dist.isend(place, group=self._channel.control_group, group_dst=peer, tag=tag)
+        with self._channel.alone_with(peer, where):
+            return dist.isend(place, group=self._channel.control_group, group_dst=peer, tag=self._first_tag + lane)
