@@ -7,6 +7,8 @@ and weights travel beside the rows. There is one definition of dispatch and comb
     config.py       Config, size hints and defaults
     routing.py      pure functions: counts, lanes, the fields of V1's handle
     transport.py    rows of any dtype and width over an ElasticBuffer
+    fresh.py        the steps of a dispatch by a new routing decision
+    local.py        memory and answers of a Buffer alone
     buffer.py       Buffer: layout, dispatch, combine
     low_latency.py  the low-latency calls: expert-major blocks of fixed size, weighted combine, receive hooks
     shrink.py       which ranks are left after a failure

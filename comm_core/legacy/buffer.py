@@ -10,7 +10,6 @@ token are added up in the order of the ranks (fp32, biases first, one rounding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +18,11 @@ import torch.distributed as dist
 from comm_core import layout, validate
 from comm_core.elastic import Event
 from comm_core.event import EventHandle, EventOverlap, as_handle
-from comm_core.handle import EPHandle
 from comm_core.legacy import checks, routing
 from comm_core.legacy import config as configs
 from comm_core.legacy.config import Config
+from comm_core.legacy.fresh import FreshDispatch
+from comm_core.legacy.local import LocalMemory, Runtime
 from comm_core.legacy.low_latency import LowLatency
 from comm_core.legacy.routing import BufferHandle
 from comm_core.legacy.transport import Transport
@@ -36,7 +36,8 @@ class Buffer(LowLatency):
 
     Args:
         group: ranks that share the experts; any number of them.
-        num_nvl_bytes, num_rdma_bytes: sizes as the caller planned them; kept, not needed by the backends here.
+        num_nvl_bytes, num_rdma_bytes: sizes as the caller planned them, of what get_local_buffer_tensor shows; the
+            backends here take memory as they need it, calls of any size work.
         low_latency_mode: accepted; the low-latency calls work on every buffer.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: hints for other transports.
         explicitly_destroy: accepted; call `destroy` (or leave it to the end of the process).
@@ -47,6 +48,9 @@ class Buffer(LowLatency):
     Attributes:
         rank, group_size, group: place in the group.
         num_sms: hint for kernels, of the class (`set_num_sms`).
+        device: where tensors live.
+        runtime: answers of V1's extension object (`Runtime`); None after destroy.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as given.
 
     Raises:
         UsageError: an argument is wrong. CommTimeoutError: a rank did not arrive.
@@ -76,15 +80,21 @@ class Buffer(LowLatency):
         self.num_nvl_bytes = validate.whole("num_nvl_bytes", num_nvl_bytes, least=0)
         self.num_rdma_bytes = validate.whole("num_rdma_bytes", num_rdma_bytes, least=0)
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
         self.group = validate.member_of(group)
         transport = Transport(self.group, num_cpu_timeout_secs, backend, device)
         super().__init__(transport, self.group, enable_shrink, num_cpu_timeout_secs, backend)
-        self.rank, self.group_size = self._transport.rank, self._transport.num_ranks
+        self.rank, self.group_size, self.device = transport.rank, transport.num_ranks, transport.device
+        self._memory = (
+            LocalMemory("num_nvl_bytes", self.num_nvl_bytes, self.device),
+            LocalMemory("num_rdma_bytes", self.num_rdma_bytes, self.device),
+        )
+        self.runtime: Runtime | None = Runtime(self)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """False: there is nothing compiled for one architecture."""
-        return False
+        """True: what callers ask it for, FP8 rows, works everywhere. Nothing is compiled for one architecture."""
+        return True
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
@@ -113,14 +123,22 @@ class Buffer(LowLatency):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Not there: the backends have no buffer of the caller's size to look into.
+        """A view of this rank's own memory of num_nvl_bytes (or num_rdma_bytes), zeros at first.
+
+        All views of one of the two share it; they stay valid after `destroy`. Communication does not use this memory:
+        nothing written here is sent or overwritten.
+
+        Args:
+            dtype: element type.
+            size: shape; all that fits, in one dimension, without it.
+            offset: where the view begins, in bytes, a multiple of an element.
+            use_rdma_buffer: the memory of num_rdma_bytes.
 
         Raises:
-            UsageError: always.
+            UsageError: there is not that much. ClosedError: after destroy().
         """
-        raise UsageError(
-            f"get_local_buffer_tensor({dtype})", allowed="dispatch and combine", fix="use the tensors they return"
-        )
+        self._transport.elastic._check_open()
+        return self._memory[int(use_rdma_buffer)].view(dtype, size, offset)
 
     def get_dispatch_layout(
         self,
@@ -175,7 +193,10 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, BufferHandle | None, EventOverlap]:
-        """Sends each token to its ranks; rows arrive in (source rank, token) order. The host waits for the counts.
+        """Sends each token to its ranks; rows arrive in (source rank, token) order.
+
+        The host waits for the counts of the other ranks, unless num_worst_tokens and async_finish are given: then, on
+        the CPU, the call waits for nobody. A cached dispatch waits where the counts of its handle are not there yet.
 
         Args:
             x: [T, hidden] of any dtype and width, contiguous; or (FP8 [T, hidden], scales fp32 or int32 [T, P] with
@@ -193,7 +214,8 @@ class Buffer(LowLatency):
         Returns:
             recv_x (or the pair, scales row-major); recv_topk_idx int64 [n, num_topk], local ids, -1 elsewhere;
             recv_topk_weights, 0 elsewhere; aligned counts of the local experts ([] with num_worst_tokens); the handle;
-            the event. A cached dispatch returns None for all but the first and the last.
+            the event, which completes the tensors of the handle too and raises mistakes that show in values where
+            the host does not wait. A cached dispatch returns None for all but the first and the last.
 
         Raises:
             UsageError: this rank's arguments are wrong. CommError: another rank's are, or the ranks disagree.
@@ -204,11 +226,45 @@ class Buffer(LowLatency):
             expert_alignment, num_worst_tokens, config, previous_event, async_finish, allocate_on_comm_stream,
         )  # fmt: skip
         transport = self._transport
-        transport.checked(lambda: args.check(transport.device, transport.num_ranks))
+        transport.checked(
+            lambda: args.check(transport.device, transport.num_ranks, transport.elastic._limits.buffer_id)
+        )
         if handle is not None:
-            outs, event = self._send(args, handle.ep, handle.num_rows, [])
+            parts = [item.detach() for item in (x if isinstance(x, tuple) else (x,))]
+            outs, event = transport.send(
+                handle.ep, parts[0], parts[1:], num_rows=handle.num_rows, after=as_handle(previous_event),
+                on_comm_stream=allocate_on_comm_stream,
+            )  # fmt: skip
             return _rows(x, outs), None, None, None, None, transport.finish(event, async_finish)
-        return self._fresh(args, Buffer.num_sms // 2 if config is None else config.num_channels)
+        call = FreshDispatch(transport, args, Buffer.num_sms // 2 if config is None else config.num_channels)
+        event = call.run()
+        idx, weights = (None, None) if topk_idx is None else call.outs[-2:]
+        done = transport.finish(event, async_finish)
+        return _rows(x, call.outs), idx, weights, call.expert_counts(), call.handle, done
+
+    def internode_dispatch(
+        self,
+        x: Rows,
+        handle: BufferHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        num_worst_tokens: int = 0,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, BufferHandle | None, EventOverlap]:
+        """`dispatch`: which hosts the ranks are on makes no difference. The handle is dispatch's, too."""
+        return self.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+            topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
+            allocate_on_comm_stream,
+        )  # fmt: skip
 
     def combine(  # noqa: D417 (some arguments are described together)
         self,
@@ -241,7 +297,7 @@ class Buffer(LowLatency):
         )
         transport = self._transport
         transport.checked(lambda: args.check(transport.device, transport.elastic._limits.buffer_id), "combine")
-        num_rows = handle.ep.num_recv_tokens
+        num_rows = handle.ep.num_recv_tokens  # complete with the event of the dispatch
         out, event = transport.bring(
             handle.ep,
             x.detach()[:num_rows],
@@ -254,78 +310,27 @@ class Buffer(LowLatency):
             weights, event = transport.bring(handle.ep, topk_weights.detach()[:num_rows], after=event)
         return out, weights, transport.finish(event, async_finish)
 
-    def destroy(self) -> None:
-        """Waits for the work queued and for the other ranks, then frees groups and threads. Collective, idempotent."""
-        self._close()
-
-    def _fresh(self, args: checks.DispatchArgs, num_channels: int) -> Any:
-        transport, inside = self._transport, args.is_token_in_rank
-        num_ranks, num_experts = transport.num_ranks, args.num_experts
-        transport.wait(args.previous_event)
-        lanes: list[torch.Tensor] = []
-        transport.checked(lambda: lanes.append(args.routing(num_ranks)))
-        ep = transport.elastic.prepare(lanes[0], num_experts=num_experts, expert_alignment=args.expert_alignment)
-        num_rows = ep.num_recv_tokens
-        if args.num_worst_tokens and num_rows > args.num_worst_tokens:
-            transport.refuse(
-                UsageError(
-                    f"num_worst_tokens={args.num_worst_tokens}",
-                    allowed=f"at least {num_rows}, the rows that arrive here",
-                    fix="raise it to num_ranks times the tokens of a rank",
-                )
-            )
-        num_rows = args.num_worst_tokens or num_rows
-        shape = checks.shape_of(args)
-        counts = [*args.num_tokens_per_rank.tolist(), *args.num_tokens_per_expert.tolist()]
-        table = transport.spread([*shape, inside.shape[0], num_channels, *counts])
-        checks.same_on_all_ranks([line[: len(shape)] for line in table])
-        table = [line[len(shape) :] for line in table]
-        handle = routing.handle_of(ep, inside, table, num_channels, num_rows)
-        beside = [] if args.topk_idx is None else [args.topk_idx, args.topk_weights]
-        outs, event = self._send(args, ep, num_rows, beside)
-        idx = weights = None
-        if beside:
-            idx, weights = outs[-2:]
-            event = transport.then(_localise(idx, weights, ep), event, outs)
-        per_expert = self._expert_counts(args, table, num_experts // num_ranks)
-        return _rows(args.x, outs), idx, weights, per_expert, handle, transport.finish(event, args.async_finish)
-
-    def _send(
-        self, args: checks.DispatchArgs, ep: EPHandle, num_rows: int, beside: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], EventHandle]:
-        x = args.x if isinstance(args.x, tuple) else (args.x,)
-        tensors = [item.detach() for item in (*x, *beside)]
-        return self._transport.send(
-            ep,
-            tensors[0],
-            tensors[1:],
-            num_rows=num_rows,
-            after=as_handle(args.previous_event),
-            on_comm_stream=args.allocate_on_comm_stream,
+    def internode_combine(
+        self,
+        x: torch.Tensor,
+        handle: BufferHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """`combine`: which hosts the ranks are on makes no difference."""
+        return self.combine(
+            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
         )
 
-    def _expert_counts(self, args: checks.DispatchArgs, table: list[list[int]], num_local: int) -> list[int]:
-        """Aligned counts of the local experts, from what every rank said it sends."""
-        if args.num_worst_tokens:
-            return []
-        first = 2 + self._transport.num_ranks + self._transport.rank * num_local
-        sums = [sum(line[first + expert] for line in table) for expert in range(num_local)]
-        return [layout.align(count, args.expert_alignment) for count in sums]
+    def destroy(self) -> None:
+        """Waits for the work queued and for the other ranks, then frees groups and threads. Collective, idempotent."""
+        self.runtime = None
+        self._close()
 
 
 def _rows(x: Rows, outs: list[torch.Tensor]) -> Rows:
     return (outs[0], outs[1]) if isinstance(x, tuple) else outs[0]
-
-
-def _localise(idx: torch.Tensor, weights: torch.Tensor, ep: EPHandle) -> Callable[[], None]:
-    """Turns received global ids into local ones: -1, with weight 0, where the expert lives elsewhere."""
-
-    def work() -> None:
-        num_local, num_rows = ep.num_local_experts, ep.num_recv_tokens
-        local = idx[:num_rows] - ep.rank * num_local
-        local.masked_fill_((idx[:num_rows] < 0) | (local < 0) | (local >= num_local), -1)
-        idx[:num_rows] = local
-        idx[num_rows:] = -1
-        weights.masked_fill_(idx < 0, 0)
-
-    return work

@@ -50,14 +50,15 @@ def matrix(name: str, value: Any, device: torch.device, dtypes: Any = None) -> t
 
 
 # What `shape_of` returns, in words.
-_SHAPE = ("the width of x", "the bytes an element of x", "the columns of scales", "the lanes of topk_idx")
+_SHAPE = ("the width of x", "the dtype of x", "the columns of scales", "the lanes of topk_idx")
+_DTYPES = tuple(sorted({item for item in vars(torch).values() if isinstance(item, torch.dtype)}, key=str))
 
 
 def shape_of(args: DispatchArgs) -> list[int]:
     """What must be the same on all ranks and shows in no count."""
     data, scales = args.x if isinstance(args.x, tuple) else (args.x, None)
     columns, lanes = (-1 if item is None else item.shape[1] for item in (scales, args.topk_idx))
-    return [data.shape[1], data.element_size(), columns, lanes]
+    return [data.shape[1], _DTYPES.index(data.dtype), columns, lanes]
 
 
 def same_on_all_ranks(shapes: list[list[int]]) -> None:
@@ -65,18 +66,21 @@ def same_on_all_ranks(shapes: list[list[int]]) -> None:
     for index, name in enumerate(_SHAPE):
         values = [shape[index] for shape in shapes]
         if len(set(values)) > 1:
-            shown = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+            told = [str(_DTYPES[value]) if "dtype" in name else str(value) for value in values]
+            shown = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(told))
             raise CommError(f"dispatch: the ranks disagree on {name} (-1: none): {shown}; pass the same on every rank")
 
 
-def handle_of_v1(handle: Any) -> routing.BufferHandle:
-    """A handle that Buffer.dispatch returned."""
+def handle_of_v1(handle: Any, buffer_id: int) -> routing.BufferHandle:
+    """A handle that dispatch of this buffer returned."""
     if not isinstance(handle, routing.BufferHandle):
         raise UsageError(
             f"handle is a {type(handle).__name__}",
             allowed="the object that dispatch returned",
             fix="pass it on as it is; a tuple rebuilt from its fields has lost its place",
         )
+    if handle.ep.buffer_id != buffer_id:
+        raise UsageError("handle of another buffer", allowed="a handle of this one", fix="use the one it is from")
     return handle
 
 
@@ -103,12 +107,12 @@ class DispatchArgs:
         """Global number of experts."""
         return int(self.num_tokens_per_expert.shape[0])
 
-    def check(self, device: torch.device, num_ranks: int) -> None:
+    def check(self, device: torch.device, num_ranks: int, buffer_id: int) -> None:
         """Everything but values of tensors, which may not be there yet."""
         stream_options(self.previous_event, self.async_finish, self.allocate_on_comm_stream)
         config_of(self.config)
         if self.handle is not None:
-            known = handle_of_v1(self.handle)
+            known = handle_of_v1(self.handle, buffer_id)
             beside = [*self._counts().values(), self.topk_idx, self.topk_weights, self.num_worst_tokens or None]
             if any(value is not None for value in beside):
                 raise UsageError(
@@ -218,9 +222,7 @@ class CombineArgs:
         """Everything."""
         stream_options(self.previous_event, self.async_finish, self.allocate_on_comm_stream)
         config_of(self.config)
-        handle = handle_of_v1(self.handle)
-        if handle.ep.buffer_id != buffer_id:
-            raise UsageError("handle of another buffer", allowed="a handle of this one", fix="use the one it is from")
+        handle = handle_of_v1(self.handle, buffer_id)
         x = tensor("x", self.x, dims=2, dtypes=FLOATS, device=device)
         self._check_height("x", x, handle)
         if self.topk_weights is not None:
@@ -234,9 +236,11 @@ class CombineArgs:
 
     @staticmethod
     def _check_height(name: str, value: torch.Tensor, handle: routing.BufferHandle) -> None:
-        rows = {handle.ep.num_recv_tokens, handle.num_rows}
+        if value.shape[0] == handle.num_rows:
+            return
+        rows = sorted({handle.ep.num_recv_tokens, handle.num_rows})
         if value.shape[0] not in rows:
-            allowed = " or ".join(str(count) for count in sorted(rows))
+            allowed = " or ".join(str(count) for count in rows)
             raise UsageError(
                 f"{name} with {value.shape[0]} rows", allowed=f"{allowed}, as dispatch returned", fix="pass its rows"
             )

@@ -4,14 +4,17 @@ Each (token, expert) pair is a row of its own, so that combine can weigh it: the
 row by its weight and adds them up in lane order, fp32, unfused, one rounding. On the transport a lane is a token with
 one expert. Shapes are fixed by num_max_dispatch_tokens_per_rank; rows that nothing arrived for are 0.
 
-The host waits for the counts in low_latency_dispatch; rows move behind it. Any number of results may be outstanding.
+On the CPU a dispatch with a hook or an event waits for no other rank: counts, rows and what they are laid out in are
+complete when the hook or the event is, and a mistake of another rank is raised there. (An accelerator's queue runs on
+the calling thread, which waits for the counts.) A combine starts from the counts of its dispatch; with those complete
+it waits for nobody either. With enable_shrink every call ends when its work has. Any number of results may be
+outstanding.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +22,13 @@ import torch.distributed as dist
 from comm_core import fp8
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
-from comm_core.legacy import blocks, checks_low_latency
+from comm_core.legacy import blocks, checks_low_latency, logfmt
 from comm_core.legacy import config as configs
-from comm_core.legacy.blocks import BlockHandle, Blocks
+from comm_core.legacy.blocks import BlockHandle
 from comm_core.legacy.checks_low_latency import CombineArgs, DispatchArgs
+from comm_core.legacy.costs import WaitCosts
 from comm_core.legacy.members import Members, fill_status
-from comm_core.legacy.transport import Transport
+from comm_core.legacy.transport import Transport, fits, packed, unpacked
 
 Hook = Callable[[], None]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -80,8 +84,8 @@ class LowLatency:
             num_max_dispatch_tokens_per_rank: bound of tokens a rank, the same on all.
             num_experts: global number, a multiple of the ranks.
             cumulative_local_expert_recv_stats: int32 [L], the rows of each local expert are added to it.
-            dispatch_wait_recv_cost_stats: int64 [R], microseconds from this call until the rows were there are added
-                (one number for all sources: the transports do not tell them apart). CPU tensors only.
+            dispatch_wait_recv_cost_stats: int64 [R] on the CPU, for each source the microseconds that this rank waited
+                for its rows are added (`costs.py` says how they are told apart). On all ranks or on none.
             use_fp8: rows arrive as FP8 with a scale per 128 columns.
             round_scale: scales are powers of two.
             use_ue8m0: scales are exponents, four in an int32; needs round_scale.
@@ -99,7 +103,7 @@ class LowLatency:
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
         )  # fmt: skip
-        start = time.monotonic()
+        start = time.time_ns()
         recv_x, counts, handle, event = self._members.attempt(lambda transport: self._dispatch(transport, args, start))
         return recv_x, counts, handle, *_ending(event, async_finish, return_recv_hook)
 
@@ -123,11 +127,11 @@ class LowLatency:
             topk_idx: int64 [T, num_topk] of the dispatch; lanes that are -1 here are left out.
             topk_weights: fp32 [T, num_topk].
             handle: of that dispatch.
-            use_logfmt: permission to compress rows on the way; not used, rows travel as they are.
+            use_logfmt: rows are rounded as LogFMT-10 does it (`logfmt.py`); they travel as fp32, so it saves no bytes.
             zero_copy: the rows are those of get_next_low_latency_combine_buffer; x gives their shape.
             async_finish, return_recv_hook: as in low_latency_dispatch.
             out: [T, hidden] of x's dtype, where the result goes.
-            combine_wait_recv_cost_stats: as in low_latency_dispatch.
+            combine_wait_recv_cost_stats: as in low_latency_dispatch; with it the host waits for the ranks to call.
 
         Returns:
             [T, hidden] of x's dtype; 0 for tokens without any lane; the event; the hook or None.
@@ -138,7 +142,7 @@ class LowLatency:
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats,
         )  # fmt: skip
-        start = time.monotonic()
+        start = time.time_ns()
         result, event = self._members.attempt(lambda transport: self._combine(transport, args, start))
         return result, *_ending(event, async_finish, return_recv_hook)
 
@@ -175,57 +179,67 @@ class LowLatency:
         self._members.close()
 
     def _dispatch(
-        self, transport: Transport, args: DispatchArgs, start: float
+        self, transport: Transport, args: DispatchArgs, start: int
     ) -> tuple[Rows, torch.Tensor, BlockHandle, EventHandle]:
-        num_ranks = self._transport.num_ranks
+        num_ranks, members = self._transport.num_ranks, self._members.ranks
         transport.checked(lambda: args.check(self._transport.elastic._limits))
         num_local, num_topk = args.num_experts // num_ranks, args.topk_idx.shape[1]
         height = num_ranks * args.bound
-        ids = blocks.lane_ids(args.topk_idx, self._members.ranks, num_ranks, num_local)
+        costs = WaitCosts(transport, members, args.cost, start)
+        ids = blocks.lane_ids(args.topk_idx, members, num_ranks, num_local)
         ep = transport.elastic.prepare(
-            ids, num_experts=num_local * transport.num_ranks, num_max_tokens_per_rank=args.bound * num_topk
+            ids,
+            num_experts=num_local * transport.num_ranks,
+            num_max_tokens_per_rank=args.bound * num_topk,
+            previous_event=costs.told,
         )
         sent: tuple[torch.Tensor, ...] = (args.x.detach(),)
         if args.use_fp8:
             sent = fp8.per_token_cast(args.x.detach(), round_scale=args.round_scale, packed=args.use_ue8m0)
         repeated = [item.repeat_interleave(num_topk, dim=0) for item in sent]
-        got, event = transport.send(ep, repeated[0], repeated[1:])
-        place = blocks.blocks_of(ep, self._members.ranks, num_ranks, height)
-        recv_x = got[0].new_zeros(num_local, height, got[0].shape[1])
-        outs = [recv_x]
-        if len(got) > 1:
+        rows = repeated[0] if len(sent) == 1 and fits(repeated[0]) else packed(repeated)
+        found, moved = transport.move(ep, rows, compared=False)
+        outs = [sent[0].new_zeros(num_local, height, sent[0].shape[1])]
+        if args.use_fp8:
             # Scales are read along the rows: that is the dimension of stride 1.
-            outs.append(got[1].new_zeros(num_local, got[1].shape[1], height).transpose(1, 2))
-        handle = self._handle_of(args, ep, place, height)
-        counts = place.counts.to(recv_x.device)
+            outs.append(sent[1].new_zeros(num_local, sent[1].shape[1], height).transpose(1, 2))
+        handle = self._handle_of(args, ep, num_local, height)
+        counts = torch.zeros(num_local, dtype=torch.int32, device=args.x.device)
 
         def settle() -> None:
-            rows = place.flat.to(recv_x.device)
+            place = blocks.blocks_of(ep, members, num_ranks, height)
+            flat = place.flat.to(counts.device)
+            got = [found[0]] if rows is repeated[0] else unpacked(found[0], repeated)
             for out, item in zip(outs, got, strict=True):
-                _raw(out)[rows // height, rows % height] = _raw(item)
+                _raw(out)[flat // height, flat % height] = _raw(item)
+            handle[0].view(-1)[flat] = (ep.layout.recv_token // num_topk).to(torch.int32)
+            handle[1].copy_(place.layout_range)
+            counts.copy_(place.counts)
             if args.stats is not None:
                 args.stats.add_(counts)
-            _add_cost(args.cost, start)
+            costs.add()
 
-        event = transport.then(settle, event, [*outs, *got])
+        event = transport.then(settle, [moved], [*outs, rows, *handle[:2], counts])
         self._settle(event)
-        return (outs[0], outs[1]) if args.use_fp8 else recv_x, counts, handle, event
+        return (outs[0], outs[1]) if args.use_fp8 else outs[0], counts, handle, event
 
-    def _handle_of(self, args: DispatchArgs, ep: EPHandle, place: Blocks, height: int) -> BlockHandle:
-        device, num_topk = args.x.device, args.topk_idx.shape[1]
-        src_info = torch.full((place.counts.shape[0] * height,), -1, dtype=torch.int32)
-        src_info[place.flat] = (ep.layout.recv_token.cpu() // num_topk).to(torch.int32)
-        fields = (src_info.view(-1, height).to(device), place.layout_range.to(device))
-        handle = BlockHandle((*fields, args.bound, args.x.shape[1], args.num_experts))
+    def _handle_of(self, args: DispatchArgs, ep: EPHandle, num_local: int, height: int) -> BlockHandle:
+        """The handle, its first two fields still to be filled."""
+        device = args.x.device
+        src_info = torch.full((num_local, height), -1, dtype=torch.int32, device=device)
+        ranges = torch.zeros(num_local, self._transport.num_ranks, dtype=torch.int64, device=device)
+        handle = BlockHandle((src_info, ranges, args.bound, args.x.shape[1], args.num_experts))
         handle.ep, handle.topk_idx, handle.number = ep, args.topk_idx.clone(), self._members.number
         handle.owner, handle.staged = self._members, None
         return handle
 
-    def _combine(self, transport: Transport, args: CombineArgs, start: float) -> tuple[torch.Tensor, EventHandle]:
+    def _combine(self, transport: Transport, args: CombineArgs, start: int) -> tuple[torch.Tensor, EventHandle]:
         transport.checked(lambda: args.check(self._transport.device, self._members), "combine")
         handle, members = args.handle, self._members
         num_topk, hidden = handle.topk_idx.shape[1], handle[3]
         num_local, height = handle[0].shape
+        costs = WaitCosts(transport, members.ranks, args.cost, start)
+        transport.wait(costs.told)
         ep = handle.ep
         if handle.number != members.number:
             ids = blocks.lane_ids(handle.topk_idx, members.ranks, self._transport.num_ranks, num_local)
@@ -234,18 +248,19 @@ class LowLatency:
             )
         source = handle.staged if args.zero_copy else args.x.detach()
         where = blocks.flat_rows(ep, members.ranks, handle[1], height).to(source.device)
-        back, event = transport.bring(ep, source.reshape(-1, hidden)[where])
-        out = back.new_empty(back.shape[0] // num_topk, hidden) if args.out is None else args.out
+        rows = source.reshape(-1, hidden)[where]
+        back, event = transport.bring(ep, logfmt.round_trip(rows) if args.use_logfmt else rows)
+        out = rows.new_empty(handle.topk_idx.shape[0], hidden) if args.out is None else args.out
         weights = args.topk_weights.detach().masked_fill(args.topk_idx < 0, 0)
 
         def settle() -> None:
-            rows, total = back.view(-1, num_topk, hidden), torch.zeros_like(out, dtype=torch.float32)
+            lanes, total = back.view(-1, num_topk, hidden), torch.zeros_like(out, dtype=torch.float32)
             for lane in range(num_topk):
-                total += rows[:, lane].float() * weights[:, lane : lane + 1]
+                total += lanes[:, lane].float() * weights[:, lane : lane + 1]
             out.copy_(total)
-            _add_cost(args.cost, start)
+            costs.add()
 
-        event = transport.then(settle, event, [back, out, weights])
+        event = transport.then(settle, [event], [back, out, weights])
         self._settle(event)
         return out, event
 
@@ -265,8 +280,3 @@ def _ending(event: EventHandle, async_finish: bool, return_recv_hook: bool) -> t
 def _raw(rows: torch.Tensor) -> torch.Tensor:
     """FP8 rows as bytes: not every operation knows the type."""
     return rows.view(torch.uint8) if rows.element_size() == 1 else rows
-
-
-def _add_cost(stats: Any, start: float) -> None:
-    if stats is not None:
-        stats += int((time.monotonic() - start) * 1e6)

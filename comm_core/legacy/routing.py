@@ -87,20 +87,35 @@ def channel_of(num_tokens: int, num_channels: int) -> torch.Tensor:
     return torch.arange(num_tokens).div(max(1, -(-num_tokens // num_channels)), rounding_mode="floor")
 
 
-def handle_of(
-    ep: EPHandle, is_token_in_rank: torch.Tensor, table: list[list[int]], num_channels: int, num_rows: int
-) -> BufferHandle:
-    """V1's handle.
+def empty_handle(ep: EPHandle, is_token_in_rank: torch.Tensor, num_channels: int, num_rows: int) -> BufferHandle:
+    """A handle for `fill_handle`.
 
     Args:
         ep: the routing decision on the transport.
         is_token_in_rank: of this rank, bool [T, R].
-        table: one line a rank: its number of tokens and of channels, then its rows for each rank.
         num_channels: of this rank.
         num_rows: rows of the received tensors, at least those that arrive.
     """
-    device, num_ranks = is_token_in_rank.device, len(table)
-    inside = is_token_in_rank.to("cpu", torch.int64)
+    num_tokens, num_ranks = is_token_in_rank.shape
+    by_channel = (num_ranks, num_channels)
+    prefix, ends, starts, src, head = (
+        torch.empty(shape, dtype=torch.int32, device=is_token_in_rank.device)
+        for shape in ((num_ranks, num_ranks), by_channel, by_channel, (num_rows,), (num_tokens, num_ranks))
+    )
+    handle = BufferHandle((prefix, ends, starts, src, is_token_in_rank, head))
+    handle.ep, handle.num_rows = ep, num_rows
+    return handle
+
+
+def fill_handle(handle: BufferHandle, table: list[list[int]]) -> None:
+    """Computes the fields of a handle whose counts are there.
+
+    Args:
+        handle: to fill.
+        table: one line a rank: its number of tokens and of channels, then its rows for each rank.
+    """
+    ep, num_ranks, num_channels = handle.ep, len(table), handle[1].shape[1]
+    inside = handle[4].to("cpu", torch.int64)
     channel = channel_of(inside.shape[0], num_channels)
     by_channel = torch.zeros(num_channels, num_ranks, dtype=torch.int64).index_add_(0, channel, inside)
     ends = by_channel.cumsum(0)
@@ -113,12 +128,8 @@ def handle_of(
         counts = torch.bincount(its, minlength=channels)[:num_channels]
         starts[source, : counts.shape[0]] = counts.cumsum(0) - counts
         first += count
-    src = torch.full((num_rows,), -1, dtype=torch.int64)
+    src = torch.full((handle.num_rows,), -1, dtype=torch.int64)
     src[: recv_token.shape[0]] = recv_token
     prefix = torch.tensor([line[2 : 2 + num_ranks] for line in table]).cumsum(0)
-    fields = (prefix, ends.t(), starts, src, is_token_in_rank, head)
-    handle = BufferHandle(
-        item if item is is_token_in_rank else item.to(device=device, dtype=torch.int32).contiguous() for item in fields
-    )
-    handle.ep, handle.num_rows = ep, num_rows
-    return handle
+    for field, values in zip((*handle[:4], handle[5]), (prefix, ends.t(), starts, src, head), strict=True):
+        field.copy_(values)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from comm_core.backends.base import MoveJob
+from comm_core.backends.channel import ROW_DTYPES
 from comm_core.elastic import ElasticBuffer, Event
 from comm_core.event import EventHandle, EventOverlap, as_handle
 from comm_core.handle import EPHandle
@@ -25,18 +28,35 @@ WIDTH_MULTIPLE = 8  # every backend takes rows of a multiple of it
 _ROW_BYTES = 2 * WIDTH_MULTIPLE
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of 2-D tensors side by side, padded, as bf16 rows (they are moved, never read as numbers)."""
-    num_rows = tensors[0].shape[0]
+def empty_packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Room for `pack_into`: bf16 rows of 0 (they are moved, never read as numbers)."""
     width = sum(item.shape[1] * item.element_size() for item in tensors)
-    rows = torch.zeros(num_rows, padded_width(width), dtype=torch.uint8, device=tensors[0].device)
-    start = 0
+    rows = torch.zeros(tensors[0].shape[0], padded_width(width), dtype=torch.uint8, device=tensors[0].device)
+    return rows.view(torch.bfloat16)
+
+
+def pack_into(rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes the bytes of 2-D tensors side by side."""
+    raw, start = rows.view(torch.uint8), 0
     for item in tensors:
         end = start + item.shape[1] * item.element_size()
         if end > start:
-            rows[:, start:end] = item.contiguous().view(torch.uint8)
+            raw[:, start:end] = item.contiguous().view(torch.uint8)
         start = end
-    return rows.view(torch.bfloat16)
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of 2-D tensors side by side, as `empty_packed` rows."""
+    rows = empty_packed(tensors)
+    pack_into(rows, tensors)
+    return rows
+
+
+def unpacked(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in packed rows, of the dtypes and widths of `like`."""
+    outs = [item.new_empty(rows.shape[0], item.shape[1]) for item in like]
+    unpack_into(outs, rows)
+    return outs
 
 
 def unpack_into(outs: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
@@ -59,8 +79,31 @@ def fits(x: torch.Tensor) -> bool:
     return x.dtype in FLOATS and x.shape[1] > 0 and x.shape[1] % WIDTH_MULTIPLE == 0 and x.is_contiguous()
 
 
+@dataclass(frozen=True, slots=True)
+class _Move(MoveJob):
+    """A dispatch whose outputs are sized when it runs.
+
+    Attributes:
+        target: takes the rows where they fit, and 0 behind them.
+        found: gets the rows received.
+    """
+
+    target: torch.Tensor | None = None
+    found: list[torch.Tensor] = field(default_factory=list)
+
+    def fitted(self) -> MoveJob:
+        """The job with its output; called on the queue, behind the count exchange."""
+        num_rows, out = sum(self.handle.layout.recv_splits), self.target
+        if out is None or out.shape[0] < num_rows:
+            # Too small a target is a mistake that is reported elsewhere: the move itself must go through on all ranks.
+            out = self.x.new_empty(num_rows, self.x.shape[1])
+        out[num_rows:].zero_()
+        self.found.append(out[:num_rows])
+        return replace(self, out_x=out[:num_rows])
+
+
 class Transport:
-    """An ElasticBuffer that moves any rows. Every method but `wait` and `then` is a collective call.
+    """An ElasticBuffer that moves any rows. Every method but `wait`, `then` and `finish` is a collective call.
 
     Args:
         group: ranks of the group.
@@ -73,7 +116,12 @@ class Transport:
     ) -> None:
         self.elastic = ElasticBuffer(group, num_cpu_timeout_secs=timeout, backend=backend, device=device)
         self.rank, self.num_ranks, self.device = self.elastic.rank, self.elastic.num_ranks, self.elastic.device
-        self._everywhere: EPHandle | None = None
+        # Routing that brings one row of each rank to all; a token has MAX_TOPK lanes, so it can take several tokens.
+        lanes = torch.arange(self.num_ranks, device=self.device).split(MAX_TOPK)
+        ids = torch.full((len(lanes), lanes[0].shape[0]), -1, device=self.device)
+        for line, some in enumerate(lanes):
+            ids[line, : some.shape[0]] = some
+        self._everywhere = self.elastic.prepare(ids, num_experts=self.num_ranks)
 
     def checked(self, check: Callable[[], object], op: str = "dispatch") -> None:
         """Runs a check of a call ("dispatch" or "combine"); a mistake it finds raises on every rank."""
@@ -88,19 +136,71 @@ class Transport:
 
     def spread(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, one line a rank; as many on each, within 64 bits."""
-        if self._everywhere is None:
-            lanes = torch.arange(self.num_ranks, device=self.device).split(MAX_TOPK)
-            width = lanes[0].shape[0]
-            ids = torch.full((len(lanes), width), -1, device=self.device)
-            for line, some in enumerate(lanes):
-                ids[line, : some.shape[0]] = some
-            self._everywhere = self.elastic.prepare(ids, num_experts=self.num_ranks)
+        table, event = self.spread_later(len(values), lambda: values)
+        event.current_stream_wait()
+        return table
+
+    def spread_later(
+        self,
+        width: int,
+        values: Callable[[], Sequence[int]],
+        after: EventHandle | None = None,
+        *,
+        compared: bool = True,
+    ) -> tuple[list[list[int]], EventHandle]:
+        """Starts `spread` of values that are computed on the queue behind `after`.
+
+        Args:
+            width: how many values, the same on all ranks.
+            values: computes them.
+            after: an event.
+            compared: as in `move`.
+
+        Returns:
+            The table, filled when the event is complete; the event.
+        """
         num_copies = self._everywhere.num_tokens
-        row = torch.tensor([list(values)] * num_copies, dtype=torch.int64, device=self.device)
-        got = self.elastic.dispatch(packed([row]), handle=self._everywhere)[0]
-        table = row.new_empty(got.shape[0], len(values))
-        unpack_into([table], got)
-        return table.tolist()
+        row = torch.zeros(num_copies, width + width % 2, dtype=torch.int64, device=self.device)
+
+        def fill() -> None:
+            row[:, :width] = torch.tensor(list(values()), dtype=torch.int64, device=self.device)
+
+        filled = self.then(fill, [after], [row])
+        rows = row.view(torch.bfloat16)
+        found, moved = self.move(self._everywhere, rows, after=filled, compared=compared)
+        table: list[list[int]] = []
+        return table, self.then(lambda: table.extend(found[0].view(torch.int64)[:, :width].tolist()), [moved], [row])
+
+    def move(
+        self,
+        handle: EPHandle,
+        rows: torch.Tensor,
+        *,
+        target: torch.Tensor | None = None,
+        after: EventHandle | None = None,
+        compared: bool = True,
+    ) -> tuple[list[torch.Tensor], EventHandle]:
+        """Starts a dispatch of rows that fit.
+
+        Args:
+            handle: not expanded.
+            rows: [T, H].
+            target: [at least the rows that arrive, H], where they go; 0 behind them.
+            after: rows are ready then.
+            compared: whether the call is compared across ranks, which waits for the counts of the handle; not needed
+                right behind the `prepare` of the handle.
+
+        Returns:
+            A list that holds the received rows when the event is complete; the event.
+        """
+        self.elastic._check_open()
+        settings = None
+        if compared:
+            settings = {"buffer": self.elastic._limits.buffer_id, "handle": handle.number}
+            settings |= {"hidden": rows.shape[1], "dtype": ROW_DTYPES.index(rows.dtype)}
+        out = rows.new_empty(0, rows.shape[1]) if target is None else target
+        job = _Move("cached dispatch", settings, handle, rows, out, after=(after,), target=target)
+        return job.found, self.elastic._backend.dispatch(job)
 
     def send(
         self,
@@ -111,6 +211,7 @@ class Transport:
         num_rows: int | None = None,
         after: EventHandle | None = None,
         on_comm_stream: bool = False,
+        compared: bool = True,
     ) -> tuple[list[torch.Tensor], EventHandle]:
         """Dispatches rows along a handle.
 
@@ -118,9 +219,10 @@ class Transport:
             handle: made by `self.elastic.prepare`; not expanded.
             x: [T, H] of any dtype.
             beside: further 2-D tensors with a row a token.
-            num_rows: rows to return, those beyond the rows that arrive are 0.
+            num_rows: rows to return, those beyond the rows that arrive are 0; without it the counts are waited for.
             after: everything is ready then.
             on_comm_stream: outputs belong to the comm stream.
+            compared: as in `move`.
 
         Returns:
             [x as received, then the others], and the event that completes all of them.
@@ -129,24 +231,17 @@ class Transport:
         groups = [[x], list(beside)] if fits(x) and beside else [[x, *beside]]
         outs: list[torch.Tensor] = []
         for tensors in groups:
-            whole = len(tensors) == 1 and fits(tensors[0])
-            rows = tensors[0] if whole else packed(tensors)
-            got, _, _, _, moved = self.elastic.dispatch(
-                rows,
-                handle=handle,
-                previous_event=after,
-                async_with_compute_stream=True,
-                allocate_on_comm_stream=on_comm_stream,
-            )
-            after = as_handle(moved)
-            if whole and num_rows == got.shape[0]:
-                outs.append(got)
-                continue
             with self.elastic._backend.queue.allocating(on_comm_stream):
-                mine = [got.new_zeros(num_rows, item.shape[1], dtype=item.dtype) for item in tensors]
-            source = [rows] if whole else tensors
-            after = self.then(functools.partial(unpack_into, mine, got), after, [got, *mine, *source])
+                mine = [item.new_empty(num_rows, item.shape[1]) for item in tensors]
             outs += mine
+            if len(tensors) == 1 and fits(tensors[0]):
+                rows, target = tensors[0], mine[0]
+            else:
+                rows, target = empty_packed(tensors), None
+                after = self.then(functools.partial(pack_into, rows, tensors), [after], [rows, *tensors])
+            found, after = self.move(handle, rows, target=target, after=after, compared=compared)
+            if target is None:
+                after = self.then(functools.partial(_unpack, mine, found), [after], [rows, *mine])
         assert after is not None  # at least one group
         return outs, after
 
@@ -179,13 +274,16 @@ class Transport:
         if not gap:
             return out, event
         narrow = out.new_empty(out.shape[0], hidden)
-        return narrow, self.then(lambda: narrow.copy_(out[:, :hidden]), event, [out, narrow])
+        return narrow, self.then(lambda: narrow.copy_(out[:, :hidden]), [event], [out, narrow])
 
     def then(
-        self, fn: Callable[[], Any], after: EventHandle | None, tensors: Sequence[torch.Tensor] = ()
+        self,
+        fn: Callable[[], Any],
+        after: Sequence[EventHandle | None],
+        tensors: Sequence[torch.Tensor] = (),
     ) -> EventHandle:
-        """Queues local work behind an event; `tensors` are what it reads and writes."""
-        return self.elastic._backend.queue.submit(fn, after=(after,), tensors=tensors)
+        """Queues local work behind events; `tensors` are what it reads and writes."""
+        return self.elastic._backend.queue.submit(fn, after=after, tensors=tensors)
 
     @staticmethod
     def wait(event: Event | None) -> None:
@@ -201,3 +299,13 @@ class Transport:
             return EventOverlap(event)
         event.current_stream_wait()
         return EventOverlap()
+
+
+def _unpack(outs: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+    """Received bytes into `outs`, 0 behind them; too few rows of `outs` are reported elsewhere, as in `_Move`."""
+    rows = found[0][: outs[0].shape[0]]
+    num_rows = rows.shape[0]
+    unpack_into(outs, rows)
+    for out in outs:
+        if out.shape[1]:
+            out.view(torch.uint8)[num_rows:].zero_()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_core.backends import registry
+from comm_core.deep_ep.utils.math import calc_diff
 from comm_core.legacy import Buffer, Config, routing
 from comm_core.runtime.errors import ClosedError, CommError, UsageError
 from tests.comm_core import legacy_cases as cases
@@ -21,28 +21,7 @@ GROUPS = ([0, 1, 2, 3], [0, 1, 3], [2])
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Failures(list[str]):
-    """Collects what is wrong instead of stopping at the first, so that no rank leaves the others."""
-
-    def need(self, good: bool, what: str) -> None:
-        if not good:
-            self.append(what)
-
-
-def _counts(buffer: Buffer, world: World, rank: int, bad: Failures, **options: Any) -> dict[str, Any]:
-    """The layout of a rank, compared with plain counting."""
-    per_rank, rdma, per_expert, inside, _ = buffer.get_dispatch_layout(world.ids[rank], world.num_experts, **options)
-    goes = [world.ranks_of(rank, token) for token in range(world.ids[rank].shape[0])]
-    lanes = [e for line in world.ids[rank].tolist() for e in line]
-    bad.need(rdma is None, "counts between domains")
-    bad.need(per_expert.tolist() == [lanes.count(e) for e in range(world.num_experts)], "tokens per expert")
-    bad.need(per_rank.tolist() == [sum(r in to for to in goes) for r in range(len(world.x))], "tokens per rank")
-    bad.need(inside.tolist() == [[r in to for r in range(len(world.x))] for to in goes], "is_token_in_rank")
-    bad.need(per_rank.dtype == per_expert.dtype == torch.int32 and inside.dtype == torch.bool, "dtypes of counts")
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": inside, "num_tokens_per_expert": per_expert}
-
-
-def _check_handle(handle: Any, world: World, rank: int, channels: int, bad: Failures) -> None:
+def _check_handle(handle: Any, world: World, rank: int, channels: int, bad: cases.Failures) -> None:
     """The six fields by their descriptions, token by token."""
     prefix, channel_prefix, recv_channel_prefix, src, inside, head = handle
     num_ranks = len(world.x)
@@ -85,13 +64,6 @@ def _payload(world: World, rank: int, kind: str) -> Any:
     return data.view(torch.float8_e4m3fn), scales
 
 
-def _same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal in type, shape and bytes."""
-    if got.dtype != wanted.dtype or got.shape != wanted.shape:
-        return False
-    return torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
-
-
 def _expected(world: World, rank: int, kind: str) -> list[torch.Tensor]:
     """The received rows (and scales)."""
     sources = [_payload(world, r, kind) for r in range(len(world.x))]
@@ -108,7 +80,7 @@ def _expected(world: World, rank: int, kind: str) -> list[torch.Tensor]:
 
 def _round_trip(buffer: Buffer, world: World, kind: str, rng: random.Random) -> list[str]:
     """One dispatch in all its forms and a combine."""
-    rank, bad = buffer.rank, Failures()
+    rank, bad = buffer.rank, cases.Failures()
     asynchronous, with_topk = rng.random() < 0.5, rng.random() < 0.7
     alignment, config = rng.choice((1, 4, 128)), rng.choice((None, Config(8, 2, 4), Config(2, 1, 256)))
     channels = buffer.num_sms // 2 if config is None else config.num_sms // 2
@@ -117,7 +89,7 @@ def _round_trip(buffer: Buffer, world: World, kind: str, rng: random.Random) -> 
     options: dict[str, Any] = {"async_finish": asynchronous, "allocate_on_comm_stream": on_comm}
     if on_comm or rng.random() < 0.5:
         options["previous_event"] = Buffer.capture()
-    counts = _counts(buffer, world, rank, bad, **options)
+    counts = cases.layout_counts(buffer, world, rank, bad, **options)
     x, wanted, pairs = _payload(world, rank, kind), _expected(world, rank, kind), world.arrivals(rank)
     lanes = {"topk_idx": world.ids[rank], "topk_weights": world.weights[rank]} if with_topk else {}
     common = {"config": config, **options}
@@ -125,7 +97,7 @@ def _round_trip(buffer: Buffer, world: World, kind: str, rng: random.Random) -> 
     recv, recv_idx, recv_weights, per_expert, handle, event = got
     event.current_stream_wait()
     parts = recv if isinstance(recv, tuple) else (recv,)
-    bad.need(len(parts) == len(wanted) and all(map(_same, parts, wanted)), f"recv_x ({kind})")
+    bad.need(len(parts) == len(wanted) and all(map(cases.same, parts, wanted)), f"recv_x ({kind})")
     bad.need(all(part.is_contiguous() for part in parts), "row-major results")
     _check_handle(handle, world, rank, channels, bad)
     first = rank * world.num_local
@@ -140,7 +112,7 @@ def _round_trip(buffer: Buffer, world: World, kind: str, rng: random.Random) -> 
             [w if e >= 0 else 0.0 for w, e in zip(world.weights[s][t].tolist(), line, strict=True)]
             for (s, t), line in zip(pairs, local, strict=True)
         ]
-        bad.need(recv_idx.tolist() == local and recv_idx.dtype == torch.int64, "recv_topk_idx")
+        bad.need(recv_idx.tolist() == local and recv_idx.dtype == world.ids[rank].dtype, "recv_topk_idx")
         bad.need(recv_weights.tolist() == weights and recv_weights.dtype == torch.float32, "recv_topk_weights")
         _check_worst(buffer, world, x, parts, {**counts, **lanes}, recv_idx, recv_weights, handle, bad)
     else:
@@ -148,20 +120,28 @@ def _round_trip(buffer: Buffer, world: World, kind: str, rng: random.Random) -> 
     again = buffer.dispatch(x, handle=handle, **common)
     again[5].current_stream_wait()
     cached = again[0] if isinstance(again[0], tuple) else (again[0],)
-    bad.need(all(map(_same, cached, parts)) and again[1:5] == (None,) * 4, "cached dispatch")
+    bad.need(all(map(cases.same, cached, parts)) and again[1:5] == (None,) * 4, "cached dispatch")
     _check_combine(buffer, world, handle, recv_weights, num_bias, common, bad)
     return [f"rank {rank}/{len(world.x)}: {what}" for what in bad]
 
 
 def _check_worst(
-    buffer: Buffer, world: World, x: Any, parts: Any, given: Any, idx: Any, weights: Any, handle: Any, bad: Failures
+    buffer: Buffer,
+    world: World,
+    x: Any,
+    parts: Any,
+    given: Any,
+    idx: Any,
+    weights: Any,
+    handle: Any,
+    bad: cases.Failures,
 ) -> None:
     """num_worst_tokens: the same rows first, -1 and 0 after; cached dispatch and combine with it."""
     worst, n = sum(item.shape[0] for item in world.x) + 3, idx.shape[0]
     recv, worst_idx, worst_weights, counts, worst_handle, _ = buffer.dispatch(x, **given, num_worst_tokens=worst)
     rows = recv if isinstance(recv, tuple) else (recv,)
     bad.need(
-        all(row.shape[0] == worst and _same(row[:n], part) for row, part in zip(rows, parts, strict=True)), "worst"
+        all(row.shape[0] == worst and cases.same(row[:n], part) for row, part in zip(rows, parts, strict=True)), "worst"
     )
     bad.need(counts == [] and worst_idx.shape[0] == worst, "counts with num_worst_tokens")
     bad.need(torch.equal(worst_idx[:n], idx) and bool((worst_idx[n:] == -1).all()), "the tail of recv_topk_idx")
@@ -170,7 +150,7 @@ def _check_worst(
     bad.need(bool((worst_handle[3][n:] == -1).all()) and worst_handle[3].shape[0] == worst, "the tail of recv_src_idx")
     again = buffer.dispatch(x, handle=worst_handle)[0]
     cached = again if isinstance(again, tuple) else (again,)
-    bad.need(all(map(_same, cached, rows)), "cached dispatch with num_worst_tokens")
+    bad.need(all(map(cases.same, cached, rows)), "cached dispatch with num_worst_tokens")
     y = torch.zeros(worst, 8)
     y[:n] = 1
     sums = buffer.combine(y, worst_handle)[0]
@@ -178,7 +158,7 @@ def _check_worst(
 
 
 def _check_combine(
-    buffer: Buffer, world: World, handle: Any, weights: Any, num_bias: int, options: dict[str, Any], bad: Failures
+    buffer: Buffer, world: World, handle: Any, weights: Any, num_bias: int, options: dict[str, Any], bad: cases.Failures
 ) -> None:
     """Order-sensitive rows come back as the loops add them; weights return to their lanes; x comes back times ranks."""
     rank, (num_tokens, hidden) = buffer.rank, world.x[buffer.rank].shape
@@ -197,8 +177,10 @@ def _check_combine(
     recv[5].current_stream_wait()
     home, _, event = buffer.combine(recv[0], handle, **options)
     event.current_stream_wait()
-    total = world.x[rank].double() * handle[4].sum(1, keepdim=True)
+    copies = handle[4].sum(1, keepdim=True)
+    total = world.x[rank].double() * copies
     bad.need(torch.allclose(home.double(), total, rtol=2**-7, atol=2**-7), "identity")
+    bad.need(calc_diff(home / copies.clamp_min(1), world.x[rank] * (copies > 0)) < 5e-6, "the tokens that come home")
 
 
 def _everything(rank: int, backend: str, seed: int) -> list[str]:
@@ -223,6 +205,10 @@ def _everything(rank: int, backend: str, seed: int) -> list[str]:
             )
             kind = ("rows", "scales", "packed scales")[index % 3]
             wrong += [f"{line} in {kind}, {tokens}" for line in _round_trip(buffer, world, kind, rng)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EP_NUM_TOPK_IDX_BITS", "32")
+            found = _round_trip(buffer, cases.narrow_ids(world), "rows", rng)
+            wrong += [f"{line} with ids of 32 bits" for line in found]
         buffer.destroy()
         buffer.destroy()  # a second time
         try:
@@ -230,11 +216,11 @@ def _everything(rank: int, backend: str, seed: int) -> list[str]:
             buffer.dispatch(torch.zeros(1, 8), handle=None)
             wrong.append("used after destroy")
         except ClosedError:
-            pass
+            wrong += [] if buffer.runtime is None else ["a runtime after destroy"]
     return wrong
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", cases.BACKENDS)
 def test_layout_dispatch_combine_and_handles(backend: str, fresh_random_data: int) -> None:
     assert run_ranks(4, _everything, backend, fresh_random_data, timeout=150.0) == [[]] * 4
 
@@ -261,7 +247,7 @@ def _misuse(rank: int, seed: int) -> list[str]:
     other = Buffer(dist.group.WORLD, num_cpu_timeout_secs=20)
     world = cases.draw(seed, (5, 4, 7), 40, 3, 4, torch.bfloat16, 0.0)
     x, ids, weights = world.x[rank], world.ids[rank], world.weights[rank]
-    counts = _counts(buffer, world, rank, Failures())
+    counts = cases.layout_counts(buffer, world, rank, cases.Failures())
     lanes = {"topk_idx": ids, "topk_weights": weights}
     recv, _, _, _, handle, _ = buffer.dispatch(x, **counts, **lanes)
     foreign = other.dispatch(x, **counts)[4]
