@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,6 +265,15 @@ def check_combine(
     buffer: ElasticBuffer, case: Case, data: Data, wanted: list[reference.Dispatched], handle: EPHandle
 ) -> list[str]:
     """Combines fresh rows and weights of the received shapes."""
+    event, check = start_combine(buffer, case, data, wanted, handle)
+    event.current_stream_wait()
+    return check()
+
+
+def start_combine(
+    buffer: ElasticBuffer, case: Case, data: Data, wanted: list[reference.Dispatched], handle: EPHandle
+) -> tuple[EventOverlap, Callable[[], list[str]]]:
+    """The same in two parts: the call, and what to call behind its event."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     multiple, rows, back = buffer.allow_multiple_reduction, [], []
     for there in wanted:
@@ -282,17 +291,19 @@ def check_combine(
         bias=None if not biases else biases[0] if len(biases) == 1 else biases,
         async_with_compute_stream=case.asynchronous,
     )
-    event.current_stream_wait()
-    want_x, want_weights = reference.combine(
-        rows, wanted, back if case.weights else None, data.biases, multiple_reduction=multiple
-    )[rank]
-    bad = []
-    combined_x = combined_x.cpu()
-    if combined_x.dtype != want_x.dtype or not torch.equal(combined_x, want_x):
-        bad.append(f"combined_x (off by {(combined_x.double() - want_x.double()).abs().max():.3g})")
-    if not same_bytes(combined_weights, want_weights):
-        bad.append("combined_topk_weights")
-    return bad
+
+    def check() -> list[str]:
+        want_x, want_weights = reference.combine(
+            rows, wanted, back if case.weights else None, data.biases, multiple_reduction=multiple
+        )[rank]
+        got, bad = combined_x.cpu(), []
+        if got.dtype != want_x.dtype or not torch.equal(got, want_x):
+            bad.append(f"combined_x (off by {(got.double() - want_x.double()).abs().max():.3g})")
+        if not same_bytes(combined_weights, want_weights):
+            bad.append("combined_topk_weights")
+        return bad
+
+    return event, check
 
 
 def check_handle(handle: EPHandle, case: Case, mine: reference.Dispatched) -> list[str]:
