@@ -152,7 +152,8 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_of(amax: torch.Tensor, round_scale: bool) -> torch.Tensor:
-    scales = amax.clamp_min(AMAX_FLOOR) / MAX
+    # By a tensor: torch divides by a number with its reciprocal on CUDA, which rounds differently.
+    scales = amax.clamp_min(AMAX_FLOOR) / torch.full_like(amax, MAX)
     if round_scale:
         bits = scales.view(torch.int32).to(torch.int64)
         scales = ((bits + 0x7FFFFF >> 23).clamp_max(255).to(torch.int32) << 23).view(torch.float32)
