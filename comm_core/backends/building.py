@@ -7,6 +7,7 @@ or raise together, and who does not come is named when the timeout is over.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,8 +20,10 @@ from comm_core.backends import registry
 from comm_core.backends.base import Backend
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
-from comm_core.runtime.errors import CommError, MTMoEError, UsageError
+from comm_core.runtime.errors import CommError, MTMoEError, UnavailableError, UsageError
 from comm_core.runtime.groups import meet
+
+_LOG = logging.getLogger(__name__)
 
 
 def build(
@@ -55,18 +58,31 @@ def build(
     try:
         seconds = _seconds(seconds if timeout is None else timeout)
         place = _place(group, device)
-        name = registry.checked(backend, place)
+        usable = registry.candidates(backend, place)
     except MTMoEError as error:
         problem = problem or error
     said: dict[str, Any] = {"problem": f"{problem}"}
     if problem is None:
-        said = {**settings, "backend": name, "device": place.type, "num_cpu_timeout_secs": seconds}
+        said = {**settings, "backend": backend, "device": place.type, "num_cpu_timeout_secs": seconds}
+        said["usable"] = usable
     what = "building a buffer"
     answers = [json.loads(text) for text in meet(group, json.dumps(said, default=repr), what=what, timeout=seconds)]
     if problem is not None:
         raise problem
     _compare(what, dist.get_process_group_ranks(group), answers)
-    return group, registry.create(name, group, place, seconds)
+    common = [name for name in usable if all(name in said["usable"] for said in answers)]
+    return group, _first_possible(common, group, place, seconds)
+
+
+def _first_possible(names: list[str], group: dist.ProcessGroup, place: torch.device, seconds: float) -> Backend:
+    """The first backend that can be used between these ranks; says why one before it could not."""
+    for name in names[:-1]:
+        try:
+            return registry.create(name, group, place, seconds)
+        except UnavailableError as error:
+            if dist.get_rank(group) == 0:
+                _LOG.warning("backend %r is not used: %s", name, error)
+    return registry.create(names[-1], group, place, seconds)
 
 
 def check_sizes(num_bytes: Any, num_cpu_bytes: Any, numbers: Mapping[str, Any]) -> None:
@@ -96,7 +112,7 @@ def _compare(what: str, ranks: list[int], answers: list[dict[str, Any]]) -> None
     reasons = "; ".join(f"rank {rank}: {said['problem']}" for rank, said in enumerate(answers) if "problem" in said)
     if reasons:
         raise CommError(f"{what} was refused on every rank of group {ranks} because of {reasons}")
-    for name in answers[0]:
+    for name in answers[0].keys() - {"usable"}:
         if any(said[name] != answers[0][name] for said in answers):
             shown = ", ".join(f"rank {rank} {said[name]}" for rank, said in enumerate(answers))
             raise CommError(

@@ -20,6 +20,7 @@ from comm_core.backends.base import Capabilities, LayoutJob, MoveJob, Region
 from comm_core.backends.gpu_channel import GpuChannel
 from comm_core.backends.gpu_layout import CountsEvent, DeviceLayout, ring_half, start_layout
 from comm_core.event import EventHandle
+from comm_core.kernels import build
 from comm_core.kernels import library as abi
 from comm_core.layout import align
 from comm_core.runtime import device as devices
@@ -91,7 +92,9 @@ class GpuBackend:
         """It needs a device, and a compiler or a library compiled before."""
         if kind == "cpu":
             return "kernels need a device"
-        return None if devices.count(kind) else f"no {kind} device is visible to torch {torch.__version__}"
+        if not devices.count(kind):
+            return f"no {kind} device is visible to torch {torch.__version__}"
+        return build.why_not(kind)
 
     def start_layout(self, job: LayoutJob) -> EventHandle:
         """Launches the count exchange; its result waits for mapped memory alone."""

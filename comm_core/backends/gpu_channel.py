@@ -27,7 +27,7 @@ from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library, load
 from comm_core.layout import align
 from comm_core.runtime import device as devices
-from comm_core.runtime.errors import ClosedError, CommError, MTMoEError, PeerTimeout, UsageError
+from comm_core.runtime.errors import ClosedError, CommError, MTMoEError, PeerTimeout, UnavailableError, UsageError
 from comm_core.shmem.ipc import PeerMemory
 
 # Calls whose settings are kept for an error that may still come; tokens a rank where no bound is given.
@@ -296,7 +296,7 @@ class GpuChannel(Channel):
             problem = str(error)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(self.meet(problem)) if text is not None]
         if found or library is None:
-            raise CommError(f"the kernels are not there on every rank of group {self.ranks}: {'; '.join(found)}")
+            raise UnavailableError(f"the kernels are not there on every rank of group {self.ranks}: {'; '.join(found)}")
         return library
 
     def _lost(self) -> NoReturn:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from comm_core.backends.base import Backend
 from comm_core.runtime.errors import UsageError
 
-# In order of preference; imported when chosen.
+# In the order in which "auto" tries them; imported when chosen.
 _BACKENDS = {
+    "gpu": "comm_core.backends.gpu:GpuBackend",
     "collective": "comm_core.backends.collective:CollectiveBackend",
     "posix": "comm_core.backends.posix:PosixBackend",
-    "gpu": "comm_core.backends.gpu:GpuBackend",
 }
 
 
@@ -33,34 +33,34 @@ def create(name: str, group: dist.ProcessGroup, device: torch.device, timeout: f
     """Builds a backend on every rank of `group` (a collective call).
 
     Args:
-        name: "auto" for the first of `names()`, or one of them.
+        name: one of `names()`.
         group: the group it serves; used to bootstrap only.
         device: where the tensors live.
         timeout: bound of every wait in seconds.
 
     Raises:
-        UsageError: as `checked`.
+        UnavailableError: on every rank, where it can not be used between them.
         CommTimeoutError: a rank did not arrive.
     """
     with torch.inference_mode(False):  # memory made here outlives the caller's mode
-        backend: Backend = _load(checked(name, device))(group, device, timeout)
+        backend: Backend = _load(name)(group, device, timeout)
     return backend
 
 
-def checked(name: str, device: torch.device) -> str:
-    """The backend that a name means for a device. Does not communicate.
+def candidates(name: str, device: torch.device) -> list[str]:
+    """The backends that a name means for a device, the best first: several for "auto". Does not communicate.
 
     Raises:
         UsageError: an unknown name, or a backend that can not be used with such a device here.
     """
     if name == "auto":
-        name = next(iter(_BACKENDS))
+        return [known for known in _BACKENDS if _load(known).why_not(device.type) is None]
     if name not in _BACKENDS:
         raise UsageError(f"backend {name!r}", allowed=f"auto, {', '.join(_BACKENDS)}", fix="choose one of them")
     reason = _load(name).why_not(device.type)
     if reason is not None:
         raise UsageError(f"backend {name!r} on {device}", allowed=reason, fix="choose another backend or device")
-    return name
+    return [name]
 
 
 def report() -> list[tuple[str, str, str | None]]:

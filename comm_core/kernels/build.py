@@ -24,7 +24,7 @@ from pathlib import Path
 from comm_core.kernels import compiler as compiling
 from comm_core.kernels.compiler import Compiler, compilers
 from comm_core.runtime import env
-from comm_core.runtime.errors import BuildError, UsageError
+from comm_core.runtime.errors import BuildError, MissingPackageError, UsageError
 
 __all__ = ["Library", "build", "cache_dir", "compilers", "library_path", "sources"]
 
@@ -105,6 +105,17 @@ def build(
             return Library(target, command, _log(target), compiled=False)
         log = _compile(found, archs, defines, folder, target)
     return Library(target, command, log, compiled=True)
+
+
+def why_not(platform: str) -> str | None:
+    """Why there can be no library of a platform here; None where it is there or can be compiled."""
+    if env.kernel_library() is not None:
+        return None
+    try:
+        compiling.find(platform)
+    except (MissingPackageError, BuildError) as error:
+        return str(error)
+    return None
 
 
 def sources(folder: Path = FOLDER) -> list[Path]:

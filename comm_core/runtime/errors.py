@@ -57,6 +57,10 @@ class PeerTimeout(CommTimeoutError):
     """A rank of the group did not answer in time or its process has ended; the message names it."""
 
 
+class UnavailableError(CommError):
+    """What was asked for is not possible between these ranks on this machine; raised on all of them."""
+
+
 class ClosedError(MTMoEError, RuntimeError):
     """A buffer or pipeline was used after close()."""
 

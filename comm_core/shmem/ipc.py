@@ -13,7 +13,7 @@ from typing import Any
 
 from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library
-from comm_core.runtime.errors import CommError
+from comm_core.runtime.errors import CommError, UnavailableError
 
 # Gathers one picklable object from each rank, in rank order; bounded by itself.
 Gather = Callable[[Any], list[Any]]
@@ -52,7 +52,7 @@ class PeerMemory:
         """Makes or replaces a segment (collective). No kernel may be using the old one, on any rank.
 
         Raises:
-            CommError: on every rank, where one is out of memory or can not open another's.
+            UnavailableError: on every rank, where one is out of memory or can not open another's.
         """
         self.drop(which)
         mine, handle = self._try(lambda: self._allocated(num_bytes))
@@ -66,7 +66,7 @@ class PeerMemory:
         if found:
             if mine:
                 self._library.free(mine)
-            raise CommError(f"no symmetric memory of {num_bytes} bytes: {'; '.join(found)}")
+            raise UnavailableError(f"no symmetric memory of {num_bytes} bytes: {'; '.join(found)}")
         assert isinstance(opened, list)
         self._bases[which], self.sizes[which] = opened, num_bytes
         if self.peers:
