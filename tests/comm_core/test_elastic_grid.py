@@ -203,6 +203,6 @@ def _grid(rank: int, backend: str, seed: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", registry.names_for("cpu"))
 def test_every_combination(backend: str, fresh_random_data: int) -> None:
     assert run_ranks(3, _grid, backend, fresh_random_data, timeout=280.0) == [144] * 3
