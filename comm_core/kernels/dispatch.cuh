@@ -6,8 +6,8 @@
 
 namespace mt {
 
-// Expanded targets of a row: lane k of the warp holds the row of lane k of the token.
-struct Expanded {
+// Targets of a row: lane k of the warp holds the expanded row of lane k of the token, or lane 0 the plain row.
+struct Targets {
   char* out;
   int64_t row_bytes;
   int rows;  // of this lane
@@ -19,16 +19,13 @@ struct Expanded {
   }
 };
 
-struct Plain {
-  char* out;
-  __device__ __forceinline__ char* operator()(int) const { return out; }
-};
-
 // What goes with a row: ids, weights, scales. One warp.
-__device__ __forceinline__ void move_small(const MtDispatchCall& call, int row, int token, const int* ids, int expanded,
-                                           const uint32_t* weights, const uint32_t* scales) {
+__device__ __forceinline__ void move_small(const MtDispatchCall& call, int row, int expanded, const uint32_t* weights,
+                                           const uint32_t* scales) {
   const MtLayout& layout = call.layout;
   const int lane = lane_id(), num_topk = layout.num_topk, words = call.weight_words;
+  const int token = reinterpret_cast<const int*>(layout.recv_token)[row];
+  const int* ids = reinterpret_cast<const int*>(layout.local_idx) + static_cast<int64_t>(row) * num_topk;
   if (call.out_idx && lane < num_topk)
     reinterpret_cast<int64_t*>(call.out_idx)[static_cast<int64_t>(row) * num_topk + lane] = ids[lane];
   if (call.out_weights && lane < num_topk && (!layout.expand || expanded >= 0)) {
@@ -87,23 +84,19 @@ __global__ void __launch_bounds__(1024, 1) dispatch_impl(const MtDispatchCall ca
   const int warps = gridDim.x * blockDim.x / WARP, me = blockIdx.x * (blockDim.x / WARP) + warp_id();
   Pace pace = {ticks(), 0};
   // Sources in turn, so that the links to all of them are busy all the time.
-  for (int64_t q = me; q < static_cast<int64_t>(most) * num_ranks; q += warps) {
-    const int source = static_cast<int>((channel.rank + 1 + q) % num_ranks), row = row_base[source] + static_cast<int>(q / num_ranks);
+  for (int q = me; q < most * num_ranks; q += warps) {
+    const int source = (channel.rank + 1 + q) % num_ranks, row = row_base[source] + q / num_ranks;
     if (row >= row_base[source + 1]) continue;
     const int token = reinterpret_cast<const int*>(layout.recv_token)[row];
-    const int* ids = reinterpret_cast<const int*>(layout.local_idx) + static_cast<int64_t>(row) * num_topk;
     const char* from = sources[0][source] + static_cast<int64_t>(token) * call.row_bytes;
-    int expanded = -1;
-    if (layout.expand) {
-      if (lane < num_topk) expanded = reinterpret_cast<const int*>(layout.expand_row)[static_cast<int64_t>(row) * num_topk + lane];
-      const uint32_t lanes = __ballot_sync(ALL_LANES, expanded >= 0);
-      const Expanded targets = {reinterpret_cast<char*>(call.out_x), call.row_bytes, expanded, lanes};
-      copy_row<VEC, STEPS>(from, call.row_bytes, __popc(lanes), targets);
-    } else {
-      const Plain target = {reinterpret_cast<char*>(call.out_x) + static_cast<int64_t>(row) * call.row_bytes};
-      copy_row<VEC, STEPS>(from, call.row_bytes, 1, target);
-    }
-    move_small(call, row, token, ids, expanded, reinterpret_cast<const uint32_t*>(sources[1][source]),
+    // One copy for both kinds of row: two of them need more registers than 1,024 threads have.
+    int expanded = lane == 0 ? row : -1;
+    if (layout.expand)
+      expanded = lane < num_topk ? reinterpret_cast<const int*>(layout.expand_row)[static_cast<int64_t>(row) * num_topk + lane] : -1;
+    const uint32_t lanes = __ballot_sync(ALL_LANES, expanded >= 0);
+    const Targets targets = {reinterpret_cast<char*>(call.out_x), call.row_bytes, expanded, lanes};
+    copy_row<VEC, STEPS>(from, call.row_bytes, __popc(lanes), targets);
+    move_small(call, row, expanded, reinterpret_cast<const uint32_t*>(sources[1][source]),
                reinterpret_cast<const uint32_t*>(sources[2][source]));
     if (source != channel.rank) pace.pass(call.ticks_per_byte, call.row_bytes);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -158,6 +159,7 @@ def test_unknown_targets_are_refused(platform: str, arch: str | list[str] | None
 def test_compilers_are_found_on_path_then_in_the_toolkit(
     runs: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert build.why_not("cuda") is build.why_not("musa") is None
     found = {item.platform: item for item in build.compilers()}
     assert found["musa"].path == tmp_path / "sdk" / "bin" / "mcc" and found["cuda"].version.endswith("release 1.2")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -166,8 +168,12 @@ def test_compilers_are_found_on_path_then_in_the_toolkit(
         monkeypatch.setitem(compiler.PLATFORMS, "musa", _with_usual(entry, home))
         monkeypatch.setitem(compiler.PLATFORMS, "cuda", _with_usual(compiler.PLATFORMS["cuda"], home))
         assert len(build.compilers()) == (2 if home.exists() else 0)
-    with pytest.raises(MissingPackageError, match=r"for musa needs mcc.*MUSA SDK.*or set MT_MOE_LIBRARY"):
+    said = r"for musa needs mcc.*MUSA SDK.*or set MT_MOE_LIBRARY"
+    with pytest.raises(MissingPackageError, match=said):
         build.build("musa")
+    assert re.search(said, build.why_not("musa") or "")
+    monkeypatch.setenv("MT_MOE_LIBRARY", "given.so")
+    assert build.why_not("musa") is None
 
 
 def _with_usual(entry: compiler.Platform, home: Path) -> compiler.Platform:

@@ -1,0 +1,70 @@
+// The names of names.h that CUDA spells differently; device functions are spelled the same.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define __mt_bfloat16 __nv_bfloat16
+
+#define musaDevAttrClockRate cudaDevAttrClockRate
+#define musaDevAttrMaxSharedMemoryPerBlockOptin cudaDevAttrMaxSharedMemoryPerBlockOptin
+#define musaDevAttrMultiProcessorCount cudaDevAttrMultiProcessorCount
+#define musaDeviceCanAccessPeer cudaDeviceCanAccessPeer
+#define musaDeviceEnablePeerAccess cudaDeviceEnablePeerAccess
+#define musaDeviceGetAttribute cudaDeviceGetAttribute
+#define musaDeviceSynchronize cudaDeviceSynchronize
+#define musaErrorNotReady cudaErrorNotReady
+#define musaErrorPeerAccessAlreadyEnabled cudaErrorPeerAccessAlreadyEnabled
+#define musaError_t cudaError_t
+#define musaEventCreateWithFlags cudaEventCreateWithFlags
+#define musaEventDestroy cudaEventDestroy
+#define musaEventDisableTiming cudaEventDisableTiming
+#define musaEventQuery cudaEventQuery
+#define musaEventRecord cudaEventRecord
+#define musaEventSynchronize cudaEventSynchronize
+#define musaEvent_t cudaEvent_t
+#define musaFree cudaFree
+#define musaFreeHost cudaFreeHost
+#define musaFuncAttributeMaxDynamicSharedMemorySize cudaFuncAttributeMaxDynamicSharedMemorySize
+#define musaFuncSetAttribute cudaFuncSetAttribute
+#define musaGetDevice cudaGetDevice
+#define musaGetDeviceCount cudaGetDeviceCount
+#define musaGetErrorName cudaGetErrorName
+#define musaGetErrorString cudaGetErrorString
+#define musaGetLastError cudaGetLastError
+#define musaHostAlloc cudaHostAlloc
+#define musaHostAllocDefault cudaHostAllocDefault
+#define musaHostAllocMapped cudaHostAllocMapped
+#define musaHostAllocPortable cudaHostAllocPortable
+#define musaHostGetDevicePointer cudaHostGetDevicePointer
+#define musaHostRegister cudaHostRegister
+#define musaHostRegisterMapped cudaHostRegisterMapped
+#define musaHostRegisterPortable cudaHostRegisterPortable
+#define musaHostUnregister cudaHostUnregister
+#define musaIpcCloseMemHandle cudaIpcCloseMemHandle
+#define musaIpcGetMemHandle cudaIpcGetMemHandle
+#define musaIpcMemHandle_t cudaIpcMemHandle_t
+#define musaIpcMemLazyEnablePeerAccess cudaIpcMemLazyEnablePeerAccess
+#define musaIpcOpenMemHandle cudaIpcOpenMemHandle
+#define musaMalloc cudaMalloc
+#define musaMallocHost cudaMallocHost
+#define musaMemGetInfo cudaMemGetInfo
+#define musaMemcpy cudaMemcpy
+#define musaMemcpyAsync cudaMemcpyAsync
+#define musaMemcpyDefault cudaMemcpyDefault
+#define musaMemcpyDeviceToDevice cudaMemcpyDeviceToDevice
+#define musaMemcpyDeviceToHost cudaMemcpyDeviceToHost
+#define musaMemcpyHostToDevice cudaMemcpyHostToDevice
+#define musaMemcpyKind cudaMemcpyKind
+#define musaMemcpyPeerAsync cudaMemcpyPeerAsync
+#define musaMemset cudaMemset
+#define musaMemsetAsync cudaMemsetAsync
+#define musaOccupancyMaxActiveBlocksPerMultiprocessor cudaOccupancyMaxActiveBlocksPerMultiprocessor
+#define musaPeekAtLastError cudaPeekAtLastError
+#define musaSetDevice cudaSetDevice
+#define musaStreamQuery cudaStreamQuery
+#define musaStreamSynchronize cudaStreamSynchronize
+#define musaStreamWaitEvent cudaStreamWaitEvent
+#define musaStream_t cudaStream_t
+#define musaSuccess cudaSuccess
