@@ -11,6 +11,8 @@ everywhere. `dispatch` begins with the router's ids in hand and includes the exc
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import statistics
 import tempfile
@@ -142,6 +144,29 @@ class PlainWay:
         out = rows.new_empty(sum(got), rows.shape[1])
         dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), got, given)
         return out
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of the command, the fields of `Settings`."""
+    parser.add_argument("--device", choices=devices.KINDS, default="cpu", help="where the tokens live")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--hidden", type=int, default=2048, help="elements a token")
+    parser.add_argument("--topk", type=int, default=4, help="experts a token")
+    parser.add_argument("--experts", type=int, default=16, help="experts of all ranks together")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=20, help="round trips the medians are taken of")
+    parser.add_argument("--warmup", type=int, default=3, help="round trips before those")
+    parser.add_argument("--seed", type=int, default=0, help="of the random tokens and ids")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and prints."""
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    rows = measure(settings)
+    print(json.dumps({"rows": rows}) if options.json else table(settings, rows))
+    return 0
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:

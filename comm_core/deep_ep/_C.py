@@ -6,7 +6,7 @@ from comm_core.event import EventHandle
 from comm_core.legacy.config import Config
 from comm_core.runtime import env
 
-__all__ = ["Config", "EventHandle", "topk_idx_t"]
+__all__ = ["Config", "EventHandle", "topk_idx_t"]  # noqa: F822 (topk_idx_t is found by __getattr__)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ KINDS = ("cpu", "cuda", "musa")
 STATUS = {
     "cpu": "verified: every test runs on CPU processes with gloo",
     "cuda": "the same code over NCCL, verified on two H200 of one host; EP kernels of our own are not there yet",
-    "musa": "prepared for torch_musa with MCCL, never run",
+    "musa": "prepared, not verified on hardware: torch_musa with MCCL, never run",
 }
 _COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
 

@@ -1,7 +1,8 @@
 """The only reader of os.environ. Each variable has one function, one default and one meaning; there are ten at most.
 
-Four are torchrun's, MT_MOE_LIBRARY is ours. The others are DeepEP's settings under its names, read when they are needed,
-never at import. What else DeepEP reads (`DEEPEP_UNUSED`) has no meaning here; the doctor lists what is set of it.
+Four are torchrun's, MT_MOE_LIBRARY is ours. The others are DeepEP's settings, read when they are needed, never at
+import: its variables by their names, and its two timeouts, which are arguments there. What else DeepEP reads
+(`DEEPEP_UNUSED`) has no meaning here; the doctor lists what is set of it.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ def kernel_cache_dir() -> Path | None:
 
 
 def kernel_library() -> Path | None:
-    """A library compiled before, by `python -m comm_core build`, to use as it is (MT_MOE_LIBRARY); None: compile one."""
+    """A library that `python -m comm_core build` made, to use as it is (MT_MOE_LIBRARY); None: compile one."""
     text = os.environ.get("MT_MOE_LIBRARY", "")
     return Path(text).expanduser() if text else None
 
 
 def topk_idx_dtypes() -> tuple[torch.dtype, ...]:
-    """Element types of expert ids, `topk_idx_t` first: int64, or with EP_NUM_TOPK_IDX_BITS=32 int32 (int64 is taken)."""
+    """Element types of expert ids, `topk_idx_t` first: int64; with EP_NUM_TOPK_IDX_BITS=32 int32, then int64."""
     text = os.environ.get("EP_NUM_TOPK_IDX_BITS", DEFAULTS["EP_NUM_TOPK_IDX_BITS"])
     if text not in ("", "0", "32", "64"):  # 0 is DeepEP's "automatic"
         raise UsageError(f"EP_NUM_TOPK_IDX_BITS={text!r}", allowed="32 or 64", fix="set it to one of these or unset it")
