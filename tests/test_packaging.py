@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from comm_core.kernels import build, compiler, library
+from comm_core.runtime.errors import MissingPackageError
 from tests import rules
 
-TOPS = {*rules.PACKAGES, "mt_moe-0.1.0.dist-info"}
+INFO = "mt_moe-0.1.0.dist-info"
+TOPS = {*rules.PACKAGES, INFO}
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +64,17 @@ def test_the_wheel_holds_every_module_of_the_four_packages_and_nothing_else(whee
     assert {name.split("/")[0] for name in names} == TOPS
     modules = {name for name in names if name.endswith(".py")}
     assert modules == {rules.name_of(path) for path in rules.sources(*rules.PACKAGES)}
+    others = {name for name in names if name.startswith(rules.PACKAGES) and not name.startswith(f"{INFO}/")} - modules
+    assert others == {rules.name_of(path) for path in build.sources()}
 
 
 def test_the_wheel_names_its_license_and_its_extras(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    folder = "mt_moe-0.1.0.dist-info"
-    metadata = archive.read(f"{folder}/METADATA").decode()
+    metadata = archive.read(f"{INFO}/METADATA").decode()
     assert {"megatron", "te", "dev"} == set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.M))
     required = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.M)
     assert set(required) | set(rules.PACKAGES) == rules.REQUIRED
-    assert "Apache License" in archive.read(f"{folder}/licenses/LICENSE").decode()
+    assert "Apache License" in archive.read(f"{INFO}/licenses/LICENSE").decode()
 
 
 def test_an_installed_torch_satisfies_the_requirement() -> None:
@@ -93,3 +97,40 @@ def test_the_wheel_shows_a_schedule(installed: Path) -> None:
     command = [sys.executable, "-P", "-m", "dualpipe", "show", "dualpipev", "--ranks", "2", "--microbatches", "4"]
     shown = _run(*command, cwd=installed.parent, PYTHONPATH=str(installed))
     assert len(shown.splitlines()) >= 2 and "F" in shown, shown
+
+
+def _built(installed: Path, cache: Path, **environment: str) -> Path:
+    """The library that `python -m comm_core build` makes of the wheel's sources."""
+    command = [sys.executable, "-P", "-m", "comm_core", "build", "--verbose"]
+    told = _run(
+        *command,
+        cwd=installed.parent,
+        PYTHONPATH=str(installed),
+        EP_JIT_CACHE_DIR=str(cache),
+        MT_MOE_LIBRARY="",
+        **environment,
+    )
+    path, how, line = told.splitlines()[:3]
+    assert how.startswith("compiled, ") and line.startswith(f"cd {installed / 'comm_core' / 'kernels'} && "), told
+    return Path(path)
+
+
+def test_the_wheel_gives_its_kernels_to_a_compiler(installed: Path, tmp_path: Path) -> None:
+    pretender = tmp_path / "nvcc"
+    pretender.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo release 1.2 && exit\nshift $(($# - 2))\ncat *.cuh *.cu > "$2"\n'
+    )
+    pretender.chmod(0o755)
+    made = _built(installed, tmp_path / "cache", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    sources = build.sources(installed / "comm_core" / "kernels")
+    given = [path for suffix in (".cuh", ".cu") for path in sources if path.suffix == suffix]
+    assert made.read_bytes() == b"".join(path.read_bytes() for path in given)
+
+
+@pytest.mark.slow
+def test_the_wheel_builds_its_kernels(installed: Path, tmp_path: Path) -> None:
+    try:
+        compiler.find("cuda")
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    library.Library(_built(installed, tmp_path / "cache"))  # loads it and compares the sizes of its structs
