@@ -230,12 +230,7 @@ class Buffer(LowLatency):
             lambda: args.check(transport.device, transport.num_ranks, transport.elastic._limits.buffer_id)
         )
         if handle is not None:
-            parts = [item.detach() for item in (x if isinstance(x, tuple) else (x,))]
-            outs, event = transport.send(
-                handle.ep, parts[0], parts[1:], num_rows=handle.num_rows, after=as_handle(previous_event),
-                on_comm_stream=allocate_on_comm_stream,
-            )  # fmt: skip
-            return _rows(x, outs), None, None, None, None, transport.finish(event, async_finish)
+            return self._cached(args)
         call = FreshDispatch(transport, args, Buffer.num_sms // 2 if config is None else config.num_channels)
         event = call.run()
         idx, weights = (None, None) if topk_idx is None else call.outs[-2:]
@@ -330,6 +325,15 @@ class Buffer(LowLatency):
         """Waits for the work queued and for the other ranks, then frees groups and threads. Collective, idempotent."""
         self.runtime = None
         self._close()
+
+    def _cached(self, args: checks.DispatchArgs) -> tuple[Rows, None, None, None, None, EventOverlap]:
+        """A dispatch along the handle in `args`."""
+        parts = [item.detach() for item in (args.x if isinstance(args.x, tuple) else (args.x,))]
+        outs, event = self._transport.send(
+            args.handle.ep, parts[0], parts[1:], num_rows=args.handle.num_rows, after=as_handle(args.previous_event),
+            on_comm_stream=args.allocate_on_comm_stream,
+        )  # fmt: skip
+        return _rows(args.x, outs), None, None, None, None, self._transport.finish(event, args.async_finish)
 
 
 def _rows(x: Rows, outs: list[torch.Tensor]) -> Rows:
