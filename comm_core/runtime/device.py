@@ -1,13 +1,18 @@
 """What a device is called and how to reach its streams and events: cpu, cuda or musa.
 
 This file (with the gpu backend and the platform layer of megatron_patch) is the only one that names a device
-module. MUSA is prepared: torch_musa registers `torch.musa` with the calls used here; it has not been run.
+module. What differs between the vendors stands in one table; a tensor's vendor is its `device.type`, as `is_cuda` says
+whatever a port has patched it to say. Modules are looked up at use: patches applied before or after work alike.
+
+MUSA is prepared: torch_musa registers `torch.musa` with the calls used here. It has run over a double of torch_musa
+alone (tests/twin), where each entry of the table is needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +20,64 @@ import torch
 from comm_core.runtime import env
 from comm_core.runtime.errors import MissingPackageError, UsageError
 
-KINDS = ("cpu", "cuda", "musa")
+
+@dataclass(frozen=True, slots=True)
+class Vendor:
+    """What the accelerators of a vendor are called.
+
+    Attributes:
+        module: attribute of torch with its streams, events and devices.
+        package: brings that module where torch has it not itself; "" where it has.
+        install: what to install for that.
+        collectives: its torch.distributed backend.
+        stream_handle: attribute of a stream that is the runtime's handle.
+        arch_prefix: of the architecture's name, before the numbers of the capability.
+        platform: of the kernels' sources and compiler.
+        allocator: class of the module's `memory` that makes an allocator from two functions of a library.
+    """
+
+    module: str
+    package: str
+    install: str
+    collectives: str
+    stream_handle: str
+    arch_prefix: str
+    platform: str
+    allocator: str
+
+
+VENDORS = {
+    "cuda": Vendor(
+        module="cuda",
+        package="",
+        install="",
+        collectives="nccl",
+        stream_handle="cuda_stream",
+        arch_prefix="sm",
+        platform="cuda",
+        allocator="CUDAPluggableAllocator",
+    ),
+    "musa": Vendor(
+        module="musa",
+        package="torch_musa",
+        install="the wheel of the MUSA SDK for your torch version",
+        collectives="mccl",
+        stream_handle="musa_stream",
+        arch_prefix="mp",
+        platform="musa",
+        allocator="MUSAPluggableAllocator",
+    ),
+}
+KINDS = ("cpu", *VENDORS)
+# In the order in which a device is looked for. Ports for MUSA patch torch.cuda to answer for torch.musa, so it is last.
+_SEARCHED = ("musa", "cuda")
 # What has been run where; the doctor prints it.
 STATUS = {
     "cpu": "verified: every test runs on CPU processes with gloo",
-    "cuda": "the same code over NCCL, verified on two H200 of one host; EP kernels of our own are not there yet",
-    "musa": "prepared, not verified on hardware: torch_musa with MCCL, never run",
+    "cuda": "verified over NCCL on two H200 of one host; EP kernels of our own verified on one H200 with up to 8 ranks "
+    "sharing it, not run yet on pairs linked by NVLink",
+    "musa": "prepared, not verified on hardware: torch_musa with MCCL, run over a double of it on the CPU alone",
 }
-_COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
 
 
 def accelerator(kind: str) -> Any:
@@ -32,17 +87,25 @@ def accelerator(kind: str) -> Any:
         MissingPackageError: "musa" without torch_musa.
         UsageError: a kind that is no accelerator.
     """
-    if kind == "cuda":
-        return torch.cuda
-    if kind == "musa":
-        if not hasattr(torch, "musa"):
-            if importlib.util.find_spec("torch_musa") is None:
-                raise MissingPackageError(
-                    "torch_musa", needed_for="device musa", install="the wheel of the MUSA SDK for your torch version"
-                )
-            importlib.import_module("torch_musa")
-        return getattr(torch, kind)
-    raise UsageError(f"device kind {kind!r}", allowed="cuda or musa", fix="ask for an accelerator")
+    vendor = vendor_of(kind)
+    if not hasattr(torch, vendor.module):
+        if not vendor.package or importlib.util.find_spec(vendor.package) is None:
+            raise MissingPackageError(
+                vendor.package or "torch", needed_for=f"device {kind}", install=vendor.install or "torch"
+            )
+        importlib.import_module(vendor.package)
+    return getattr(torch, vendor.module)
+
+
+def vendor_of(kind: str) -> Vendor:
+    """The entry of `VENDORS`.
+
+    Raises:
+        UsageError: a kind that is no accelerator.
+    """
+    if kind not in VENDORS:
+        raise UsageError(f"device kind {kind!r}", allowed=" or ".join(VENDORS), fix="ask for an accelerator")
+    return VENDORS[kind]
 
 
 def count(kind: str) -> int:
@@ -63,7 +126,7 @@ def choose(requested: str, *, num_local_ranks: int) -> str:
         UsageError: an unknown kind, or fewer devices than local ranks for an explicit kind.
     """
     if requested == "auto":
-        return next((kind for kind in ("cuda", "musa") if count(kind) >= num_local_ranks), "cpu")
+        return next((kind for kind in _SEARCHED if count(kind) >= num_local_ranks), "cpu")
     if requested not in KINDS:
         raise UsageError(f"device {requested!r}", allowed="auto, cpu, cuda or musa", fix="choose one of them")
     if requested != "cpu" and count(requested) < num_local_ranks:
@@ -90,7 +153,7 @@ def of(kind: str, index: int) -> torch.device:
 
 def collective_backend(kind: str) -> str:
     """The torch.distributed backend that moves tensors of a kind: gloo, nccl or mccl."""
-    return _COLLECTIVE_BACKENDS[kind]
+    return "gloo" if kind == "cpu" else vendor_of(kind).collectives
 
 
 def current_stream(device: torch.device) -> Any:
@@ -109,11 +172,18 @@ def use_stream(device: torch.device, stream: Any) -> Any:
 
 
 def raw_stream(stream: Any) -> int:
-    """The runtime's handle of a stream, for code outside torch; 0, the default stream, for None."""
-    for attribute in ("cuda_stream", "musa_stream"):
-        if hasattr(stream, attribute):
-            return int(getattr(stream, attribute))
-    return 0
+    """The runtime's handle of a stream, for code outside torch; 0, the default stream, for None.
+
+    Raises:
+        UsageError: no stream of a vendor known here.
+    """
+    if stream is None:
+        return 0
+    for vendor in VENDORS.values():
+        if hasattr(stream, vendor.stream_handle):
+            return int(getattr(stream, vendor.stream_handle))
+    handles = " or ".join(vendor.stream_handle for vendor in VENDORS.values())
+    raise UsageError(f"a stream of class {type(stream).__name__}", allowed=f"one with {handles}", fix="pass such a one")
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -121,10 +191,28 @@ def is_capturing(device: torch.device) -> bool:
     return device.type != "cpu" and bool(accelerator(device.type).is_current_stream_capturing())
 
 
+def memory_pool(device: torch.device, library: str, alloc: str, free: str) -> Any:
+    """A pool of torch's allocator that takes memory from two functions of a shared library. Use with `in_pool`."""
+    memory = accelerator(device.type).memory
+    allocator = getattr(memory, vendor_of(device.type).allocator)(library, alloc, free)
+    pool = memory.MemPool(allocator.allocator())
+    return allocator, pool
+
+
+def in_pool(device: torch.device, pool: Any) -> Any:
+    """Context in which this thread's tensors of `device` come from a pool of `memory_pool`."""
+    return accelerator(device.type).memory.use_mem_pool(pool[1], device=device)
+
+
 def architecture(device: torch.device) -> str:
     """What a compiler calls the device: sm_90, mp_31."""
     major, minor = accelerator(device.type).get_device_capability(device)
-    return f"{'mp' if device.type == 'musa' else 'sm'}_{major}{minor}"
+    return f"{vendor_of(device.type).arch_prefix}_{major}{minor}"
+
+
+def platform(device: torch.device) -> str:
+    """Which sources of the kernels are the device's: cuda or musa."""
+    return vendor_of(device.type).platform
 
 
 def keep_for_current_stream(*tensors: torch.Tensor) -> None:
@@ -153,8 +241,8 @@ def synchronize_stream(device: torch.device) -> None:
 
 def current() -> torch.device:
     """The accelerator device that this process has begun to use, else the CPU. Starts no device runtime."""
-    for kind in ("cuda", "musa"):
-        module = getattr(torch, kind, None)
+    for kind in _SEARCHED:
+        module = getattr(torch, VENDORS[kind].module, None)
         if module is not None and module.is_available() and module.is_initialized():
             return torch.device(kind, int(module.current_device()))
     return torch.device("cpu")
@@ -165,8 +253,8 @@ def of_collective_backend(name: str) -> torch.device:
 
     An accelerator named in it wins, as its current device; a name unknown here counts as the CPU's.
     """
-    for kind in ("cuda", "musa"):
-        if _COLLECTIVE_BACKENDS[kind] in name:
+    for kind, vendor in VENDORS.items():
+        if vendor.collectives in name:
             return torch.device(kind, int(accelerator(kind).current_device()))
     return torch.device("cpu")
 
@@ -190,7 +278,7 @@ def why_no_collectives(kind: str) -> str | None:
         return "this torch is built without torch.distributed"
     if kind != "cpu" and count(kind) == 0:
         return f"no {kind} device is visible to torch {torch.__version__}"
-    backend = _COLLECTIVE_BACKENDS[kind]
+    backend = collective_backend(kind)
     return None if torch.distributed.is_backend_available(backend) else f"torch has no {backend} backend"
 
 
