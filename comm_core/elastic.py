@@ -23,12 +23,13 @@ from comm_core.experimental.interface import Experimental
 from comm_core.handle import EPHandle
 from comm_core.operations import Operations, Rows
 from comm_core.runtime.errors import ClosedError
+from comm_core.symmetric import Symmetric
 from comm_core.validate import CombineArgs, DispatchArgs, Limits
 
 Event = EventHandle | EventOverlap
 
 
-class ElasticBuffer(Experimental):
+class ElasticBuffer(Experimental, Symmetric):
     """Expert-parallel communication of one process group. Building and closing are collective calls.
 
     Operations are carried out in the order of the calls, which must be the same on all ranks. Any number of handles

@@ -12,6 +12,7 @@ rank raises on all of them and none is left waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, Protocol
 
@@ -37,6 +38,7 @@ class Capabilities:
         worst_case_outputs: dispatch without any host wait (do_cpu_sync=False).
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
         moves_scales: a dispatch takes the scales of a pair along with its data; otherwise they are a second one.
+        zero_copy: it has `reserve` and `symmetric_memory`: rows made there are sent without being copied first.
         region_kinds: device kinds on which it has regions.
         one_sided_reads: `Region.read` needs nothing of the other ranks; otherwise it is a call that all ranks make.
     """
@@ -50,6 +52,7 @@ class Capabilities:
     worst_case_outputs: bool
     single_reduction: bool
     moves_scales: bool = False
+    zero_copy: bool = False
     region_kinds: tuple[str, ...] = ()
     one_sided_reads: bool = False
 
@@ -234,6 +237,14 @@ class Backend(Protocol):
 
     def note_failure(self, error: BaseException) -> None:
         """This rank has left a call in which others may wait for it: they are told, later calls raise here."""
+        ...
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes room for symmetric tensors (collective); where `Capabilities.zero_copy`."""
+        ...
+
+    def symmetric_memory(self) -> AbstractContextManager[None]:
+        """Context in which tensors are made in symmetric memory; where `Capabilities.zero_copy`."""
         ...
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:

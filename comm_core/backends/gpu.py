@@ -10,6 +10,7 @@ Kernels: comm_core/kernels. Who waits for whom: kernels/sync.cuh. What the host 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -52,12 +53,17 @@ class _Ring:
         """Its address in this process."""
         return self.channel.memory.base(abi.RING) + int(place.offset)
 
+    def copy(self, place: Any, at: int, source: torch.Tensor, source_at: int, num_bytes: int) -> None:
+        """Copies bytes of a tensor to a place."""
+        to = self.address(place) + at
+        self.channel.library.copy(to, source.data_ptr() + source_at, num_bytes, self.stream)
+
     def lay(self, rows: torch.Tensor) -> Any:
         """Copies a tensor to a place, row-major."""
         place = self.take(rows.nbytes)
         if rows.nbytes:
             whole = rows if _is_dense(rows) else _dense(rows)
-            self.channel.library.copy(self.address(place), whole.data_ptr(), rows.nbytes, self.stream)
+            self.copy(place, 0, whole, 0, rows.nbytes)
         return place
 
 
@@ -75,6 +81,7 @@ class GpuBackend:
         worst_case_outputs=True,
         single_reduction=True,
         moves_scales=True,
+        zero_copy=True,
     )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
@@ -109,6 +116,7 @@ class GpuBackend:
         settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
         channel.make_room(abi.RING, 2 * need, job.op, settings)
         number, hashed = channel.number(job.op, settings, lambda: None)
+        lent = self._lent(job.x)
         row_bytes, words = _row_bytes(job.x), _words(job.weights)
         sms = self._sms(job)
 
@@ -119,7 +127,7 @@ class GpuBackend:
             call = abi.DispatchCall(
                 channel=channel.header(number),
                 layout=layout.struct,
-                x=ring.lay(job.x),
+                x=lent or ring.lay(job.x),
                 weights=ring.lay(job.weights) if job.weights is not None else abi.Place(),
                 scales=ring.lay(job.scales) if job.scales is not None else abi.Place(),
                 out_x=job.out_x.data_ptr(),
@@ -131,6 +139,7 @@ class GpuBackend:
                 num_out_rows=job.out_x.shape[0],
                 ticks_per_byte=self._ticks_per_byte(sms * _DISPATCH_THREADS // 32),
                 hash=hashed,
+                lent=lent is not None,
                 row_bytes=row_bytes,
                 scale_words=0 if job.scales is None else job.scales.shape[1],
                 weight_words=words,
@@ -160,7 +169,8 @@ class GpuBackend:
         def launch() -> None:
             _wait(job.before_epilogue)
             ring = self._ring(number)
-            x, weights, local = self._lay_answers(job, ring, layout, most)
+            lent = None if job.handle.do_expand else self._lent(job.x)
+            x, weights, local = self._lay_answers(job, ring, layout, most, lent)
             biases = [*(item if item.data_ptr() % 16 == 0 else item.clone() for item in job.biases), None, None]
             call = abi.CombineCall(
                 channel=channel.header(number),
@@ -174,6 +184,7 @@ class GpuBackend:
                 bias1=_address(biases[1]),
                 ticks_per_byte=self._ticks_per_byte(sms * _COMBINE_THREADS // 32),
                 hash=hashed,
+                lent=lent is not None,
                 hidden=hidden,
                 dtype=_DTYPES.index(job.x.dtype),
                 weight_words=words,
@@ -184,6 +195,18 @@ class GpuBackend:
                 channel.library.launch("combine", call, ring.stream)
 
         return self._submit(job, launch, [layout.memory, layout.kept])
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes room for symmetric tensors (collective)."""
+        self._channel.reserve(num_bytes)
+
+    def symmetric_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which tensors are made in symmetric memory; needs `reserve`."""
+        if self._channel.pool is None:
+            raise UsageError(
+                "symmetric_memory() without room", allowed="after reserve_symmetric(num_bytes)", fix="call it once"
+            )
+        return self._channel.pool.use()
 
     def barrier(self) -> EventHandle:
         """A call without rows on the comm stream; behind it everything issued before is done on all ranks."""
@@ -242,19 +265,26 @@ class GpuBackend:
 
     def _submit(self, job: MoveJob, launch: Any, kept: list[torch.Tensor]) -> EventHandle:
         tensors = [job.x, job.weights, job.scales, job.out_x, job.out_idx, job.out_weights, job.out_scales, *job.biases]
-        return self.queue.submit(
-            launch,
-            after=job.after,
-            tensors=[*(item for item in tensors if item is not None), *kept],
-            on_failure=self._channel.note_failure,
-        )
+        return self._channel.submit(launch, job.after, [*(item for item in tensors if item is not None), *kept])
 
-    def _lay_answers(self, job: MoveJob, ring: _Ring, layout: DeviceLayout, most: int) -> tuple[Any, Any, int]:
+    def _lent(self, rows: torch.Tensor) -> Any:
+        """Where rows lie in the pool of symmetric tensors; None for others."""
+        pool = self._channel.pool
+        return None if pool is None or not _is_dense(rows) else pool.place_of(rows)
+
+    def _lay_answers(
+        self, job: MoveJob, ring: _Ring, layout: DeviceLayout, most: int, lent: Any
+    ) -> tuple[Any, Any, int]:
         """Lays rows and weights of a combine down: (place of rows, of weights, address of rows for this rank)."""
         row_bytes, words, num_topk = _row_bytes(job.x), _words(job.weights), job.handle.num_topk
-        rows, weights = ring.take(most * row_bytes), abi.Place()
+        weights = abi.Place()
         if job.weights is not None:
             weights = ring.take(most * num_topk * words * 4)
+        if lent is not None:
+            if job.weights is not None and job.weights.nbytes:
+                ring.copy(weights, 0, job.weights, 0, job.weights.nbytes)
+            return lent, weights, job.x.data_ptr()
+        rows = ring.take(most * row_bytes)
         if not job.handle.do_expand and not job.handle.static_bound and job.x.data_ptr() % 16 == 0:
             # The host knows the counts: the copy engine moves what others will read, this rank's rows stay.
             splits = self._counts(job).recv_splits
@@ -262,14 +292,10 @@ class GpuBackend:
             last = first + splits[self.rank]
             for begin, end in ((0, first), (last, sum(splits))):
                 if end > begin:
-                    offset, num_bytes = begin * row_bytes, (end - begin) * row_bytes
-                    ring.channel.library.copy(
-                        ring.address(rows) + offset, job.x.data_ptr() + offset, num_bytes, ring.stream
-                    )
+                    offset = begin * row_bytes
+                    ring.copy(rows, offset, job.x, offset, (end - begin) * row_bytes)
             if job.weights is not None and job.weights.nbytes:
-                ring.channel.library.copy(
-                    ring.address(weights), job.weights.data_ptr(), job.weights.nbytes, ring.stream
-                )
+                ring.copy(weights, 0, job.weights, 0, job.weights.nbytes)
             return rows, weights, job.x.data_ptr()
         aligned = job.x if job.x.data_ptr() % 16 == 0 else job.x.clone()
         call = abi.ReduceCall(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from comm_core.backends.channel import Channel
+from comm_core.backends.gpu_pool import SymmetricPool
+from comm_core.event import EventHandle
 from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library, load
 from comm_core.layout import align
@@ -80,6 +82,7 @@ class GpuChannel(Channel):
     Attributes:
         library: the kernels.
         memory: segments of the ranks.
+        pool: symmetric tensors, where they were asked for.
         num_sms: multiprocessors of the device.
         ticks_per_second: of the kernels' timer.
         capturing_used: an operation was captured into a graph; segments must stay where they are.
@@ -92,6 +95,7 @@ class GpuChannel(Channel):
         super().__init__(group, device, timeout)
         self.issued = 0
         self.capturing_used = False
+        self.pool: SymmetricPool | None = None
         self._log: dict[int, Call] = {}
         self._records: list[Words] = []
         self._abandoned: list[Words] = []
@@ -116,6 +120,8 @@ class GpuChannel(Channel):
             if together:
                 devices.synchronize(self.device)
                 self.meet(None)
+                if self.pool is not None:
+                    self.pool.close()
             self.memory.close(collective=together)
             if together:
                 for words in [*self._records, *self._abandoned, self.fault]:
@@ -235,6 +241,16 @@ class GpuChannel(Channel):
         """Compares a call on the host, in the control thread, where other exchanges of the control group run."""
         self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).synchronize()
 
+    def _together(self, op: str, settings: dict[str, int]) -> None:
+        """Meets all ranks in one call before they do something on the host; raises on all where one is elsewhere."""
+        self._calls = self.issued
+        try:
+            self._compare(op, settings, None, [0] * self.num_ranks)
+        except MTMoEError:
+            if self.broken is None:
+                self._settle()
+            raise
+
     def _settle(self) -> None:
         """Behind an error that all ranks have: brings them to the same call number with nothing under way."""
         last = max(self.meet(self.issued))
@@ -246,6 +262,26 @@ class GpuChannel(Channel):
         devices.synchronize(self.device)
         self.fault.at[abi.FAULT_DIFFERENT] = 0
         self.meet(None)
+
+    def submit(
+        self, launch: Callable[[], object], after: Iterable[EventHandle | None], tensors: Sequence[torch.Tensor]
+    ) -> EventHandle:
+        """Launches an operation on the comm stream; `tensors` are kept from reuse until it is past them.
+
+        In a captured graph, replayed among calls that the host does not know of, a call without rows goes in front and
+        another follows: what the graph lays down is laid where nobody reads any more, and read before others go on.
+        """
+
+        def fenced() -> None:
+            self.capturing_used = True
+            self.launch_barrier("barrier", {}, None)
+            launch()
+            self.launch_barrier("barrier", {}, None)
+
+        capturing = devices.is_capturing(self.device)
+        return self.data_queue.submit(
+            fenced if capturing else launch, after=after, tensors=tensors, on_failure=self.note_failure
+        )
 
     def take_record(self, count: int) -> Words:
         """Mapped memory for the counts of a handle, cleared."""
@@ -262,6 +298,19 @@ class GpuChannel(Channel):
         """Gives a record back: one that is written is taken again, another once it is."""
         self._abandoned.append(words)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the pool of symmetric tensors, where there is none yet (collective).
+
+        Raises:
+            UnavailableError: on every rank, where one has no memory.
+        """
+        if self.pool is None:
+            self._together("barrier", {})
+            self.data_queue.stream.synchronize()
+            most = max(self.meet(align(num_bytes, _GRANULE)))
+            self.memory.make(abi.POOL, most)
+            self.pool = SymmetricPool(self.library, self.device, self.memory.base(abi.POOL), most)
+
     def make_room(self, which: int, num_bytes: int, op: str, settings: dict[str, int]) -> None:
         """Makes a segment at least this large, all ranks in the same call. Settings are compared on the host then.
 
@@ -277,13 +326,7 @@ class GpuChannel(Channel):
                 allowed=f"{self.memory.sizes[which]}, as the graph has the addresses",
                 fix="make the largest call once before capturing",
             )
-        self._calls = self.issued
-        try:
-            self._compare(op, settings, None, [0] * self.num_ranks)
-        except MTMoEError:
-            if self.broken is None:
-                self._settle()
-            raise
+        self._together(op, settings)
         self.data_queue.stream.synchronize()
         self.memory.make(which, max(self.meet(num_bytes)))
 
@@ -291,7 +334,7 @@ class GpuChannel(Channel):
         library: Library | None = None
         problem = None
         try:
-            library = load(self.device.type, devices.architecture(self.device))
+            library = load(devices.platform(self.device), devices.architecture(self.device))
         except MTMoEError as error:
             problem = str(error)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(self.meet(problem)) if text is not None]

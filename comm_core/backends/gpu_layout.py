@@ -231,7 +231,7 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
         channel.library.launch("layout", call, devices.raw_stream(queue.stream))
         made.append(CountsEvent(channel, job, layout, number, record))
 
-    queue.submit(launch, after=job.after, tensors=[job.topk_idx, job.kept])
+    channel.submit(launch, job.after, [job.topk_idx, job.kept])
     event: CountsEvent = made[0]
     return event
 

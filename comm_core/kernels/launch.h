@@ -2,6 +2,8 @@
 // where it says otherwise. Streams are raw handles, pointers are raw addresses.
 #pragma once
 
+#include <sys/types.h>
+
 #include "abi.h"
 
 extern "C" {
@@ -18,6 +20,12 @@ int mt_host_free(void* host);
 int mt_copy(void* to, const void* from, uint64_t bytes, void* stream);
 int mt_clear(void* to, uint64_t bytes, void* stream);
 int mt_synchronize();
+// Tensors in symmetric memory: pool `index` is the range given (none with 0 bytes); a thread chooses the pool, -1 for none,
+// of what torch's allocator asks for by the last two.
+int mt_pool_set(int index, void* base, uint64_t bytes);
+int mt_pool_choose(int index);
+void* mt_pool_alloc(ssize_t bytes, int device, void* stream);
+void mt_pool_free(void* pointer, ssize_t bytes, int device, void* stream);
 int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second);
 // Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`, 2 where `fault` became set first.
 int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds);

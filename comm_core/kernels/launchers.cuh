@@ -9,6 +9,7 @@
 #include "dispatch.cuh"
 #include "launch.h"
 #include "layout.cuh"
+#include "pool.cuh"
 
 namespace mt {
 
@@ -80,6 +81,27 @@ int mt_copy(void* to, const void* from, uint64_t bytes, void* stream) {
 int mt_clear(void* to, uint64_t bytes, void* stream) { return MT_RT(MemsetAsync)(to, 0, bytes, mt::stream_of(stream)); }
 
 int mt_synchronize() { return MT_RT(DeviceSynchronize)(); }
+int mt_pool_set(int index, void* base, uint64_t bytes) {
+  mt::pool(index).set(static_cast<char*>(base), bytes);
+  return 0;
+}
+int mt_pool_choose(int index) {
+  mt::chosen_pool() = index;
+  return 0;
+}
+void* mt_pool_alloc(ssize_t bytes, int device, void*) {
+  const int chosen = mt::chosen_pool();
+  void* found = chosen >= 0 ? mt::pool(chosen).take(bytes) : nullptr;
+  if (found) return found;
+  if (MT_RT(SetDevice)(device) != 0 || MT_RT(Malloc)(&found, bytes) != 0) return nullptr;
+  return found;
+}
+void mt_pool_free(void* pointer, ssize_t, int, void*) {
+  for (int i = 0; i < mt::MAX_POOLS; ++i)
+    if (mt::pool(i).give(pointer)) return;
+  MT_RT(Free)(pointer);
+}
+
 int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second) {
   int value = 0;
   int code = MT_RT(DeviceGetAttribute)(&value, MT_RT(DevAttrMultiProcessorCount), device);

@@ -14,7 +14,7 @@ from typing import ClassVar
 from comm_core.kernels import build
 from comm_core.runtime.errors import CommError
 
-MAX_RANKS, MAX_TOPK, MAX_LOCAL_EXPERTS = 64, 32, 768
+MAX_RANKS, MAX_TOPK, MAX_LOCAL_EXPERTS, MAX_POOLS = 64, 32, 768, 64
 CHUNK, TOKENS = 512, 256
 CONTROL, RING, POOL = 0, 1, 2
 # Words of the record of a layout and of the fault record: see abi.h.
@@ -88,6 +88,9 @@ class Library:
     Args:
         path: the library, as `build.library_path` gives it.
 
+    Attributes:
+        path: the library.
+
     Raises:
         CommError: it can not be loaded, or was built from other sources than these.
     """
@@ -95,6 +98,7 @@ class Library:
     _calls: ClassVar[tuple[str, ...]] = ("layout", "dispatch", "combine", "reduce", "barrier")
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         try:
             self._lib = ctypes.CDLL(str(path))
         except OSError as error:
@@ -148,6 +152,14 @@ class Library:
     def synchronize(self) -> None:
         """Waits for all work of the current device."""
         self._checked("mt_synchronize")
+
+    def set_pool(self, index: int, base: int, num_bytes: int) -> None:
+        """Makes pool `index` (below MAX_POOLS) the range of memory given, or nothing with 0 bytes."""
+        self._checked("mt_pool_set", _I32(index), _U64(base), _U64(num_bytes))
+
+    def choose_pool(self, index: int) -> None:
+        """What torch allocates through the pool's functions in this thread comes from pool `index`; -1 for none."""
+        self._checked("mt_pool_choose", _I32(index))
 
     def properties(self, device: int) -> tuple[int, int]:
         """(multiprocessors, ticks of the kernels' timer a second) of a device."""
