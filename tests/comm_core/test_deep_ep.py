@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core import deep_ep
-from comm_core.deep_ep.utils import gate, math, semantic, testing
-from comm_core.runtime.errors import UsageError
+from comm_core import deep_ep, fp8
+from comm_core.deep_ep.utils import find_pkgs, gate, math, refs, semantic, testing
+from comm_core.runtime.errors import MissingPackageError, UsageError
 from tests import rules
 from tests.dist import run_ranks
 
@@ -84,7 +86,8 @@ except ImportError:
     pass
 comm_core.deep_ep.install()
 comm_core.deep_ep.install()
-import deep_ep, deep_ep.utils.math, deep_ep.buffers.legacy, deep_ep.buffers.elastic, deep_ep._C
+import deep_ep, deep_ep.utils.math, deep_ep.utils.find_pkgs, deep_ep.buffers.legacy, deep_ep.buffers.elastic
+import deep_ep._C, deep_ep.utils.event, deep_ep.utils.comm, deep_ep.utils.semantic, deep_ep.utils.testing
 import comm_core.deep_ep.utils.math
 from comm_core.legacy import Buffer
 from deep_ep.utils import EventOverlap
@@ -198,13 +201,99 @@ def test_weak_lru_keeps_no_object_alive() -> None:
     assert reference() is None
 
 
+def test_cast_back_takes_scales_of_any_shape() -> None:
+    """Programs flatten the scales of blocks, packed ones too, to a number of columns that is not theirs."""
+    x = torch.randn(8, 1024).bfloat16()
+    for packed in (False, True):
+        data, scales = fp8.per_token_cast(x, packed=packed)
+        want = fp8.per_token_cast_back(data, scales)
+        assert torch.equal(math.per_token_cast_back(data, scales.view(-1, 4)), want)
+    assert math.per_token_cast_back(data[:0], scales[:0]).shape == (0, 1024)
+
+
+def _reached(scores: torch.Tensor, num_ranks: int, num_topk: int) -> list[int]:
+    ranks = scores.topk(num_topk, dim=1).indices // (scores.shape[1] // num_ranks)
+    return [int((ranks == rank).any(1).sum()) for rank in range(num_ranks)]
+
+
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("precise", [False, True])
-def test_unbalanced_scores(ratio: float, precise: bool) -> None:
-    scores = gate.get_unbalanced_scores(4000, 64, 8, 4, ratio, precise)
-    ranks = scores.topk(4, dim=1).indices // 8
-    reached = torch.stack([(ranks == rank).any(1).sum() for rank in range(8)]).double()
-    assert float(reached[0] / reached[1:].mean()) == pytest.approx(ratio, rel=0.02 if precise else 0.15)
+def test_unbalanced_scores(ratio: float) -> None:
+    reached = _reached(gate.get_unbalanced_scores(4000, 64, 8, 4, ratio), 8, 4)
+    assert reached[0] / (sum(reached[1:]) / 7) == pytest.approx(ratio, rel=0.15)
+
+
+@pytest.mark.parametrize("num_topk", [1, 2, 6, 8])
+@pytest.mark.parametrize("num_local", [1, 4, 16])
+def test_precise_scores_have_the_ratio_and_no_other_difference(num_topk: int, num_local: int) -> None:
+    for num_ranks in (2, 4, 8, 64):
+        for ratio in (1.0, 2.0, 4.0):
+            sizes = (num_ranks * num_local, num_ranks, num_topk, ratio)
+            if num_topk > num_ranks * num_local:
+                continue
+            least, most = -(-num_topk // num_local), min(num_topk, num_ranks, int((num_ranks - 1) / ratio) + 1)
+            if least > most:
+                with pytest.raises(UsageError, match="lower ratio"):
+                    gate.get_unbalanced_scores(9, *sizes, True)
+                continue
+            scores = gate.get_unbalanced_scores(2000, *sizes, True)
+            reached = _reached(scores, num_ranks, num_topk)
+            assert scores.shape == (2000, sizes[0]) and float(scores.min()) > 0
+            assert max(reached[1:]) - min(reached[1:]) <= 1, (sizes, reached)
+            assert reached[0] / min(reached[1:]) == pytest.approx(ratio, rel=0.1), (sizes, reached)
+    assert gate.get_unbalanced_scores(0, 8, 4, 2, 2.0, True).shape == (0, 8)
+
+
+def test_ordered_sums_by_loops() -> None:
+    """refs.combine and ordered_accumulate, lane by lane in Python, rounded where the definition rounds."""
+    topk, experts, domains, ranks = 5, 24, 2, 3
+    ids = torch.rand(9, experts).topk(topk, dim=1).indices.masked_fill(torch.rand(9, topk) < 0.3, -1)
+    y = torch.randn(9, topk, 8).mul(torch.tensor([1e3, 1.0, 1e-3, 1e2, 1e-2])[:, None]).bfloat16()
+    y[ids < 0] = 0
+    biases = (torch.randn(9, 8).bfloat16(), torch.randn(9, 8).bfloat16())
+
+    def added(rows: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(8)
+        for row in rows:
+            total = total + row.float()
+        return total.bfloat16()
+
+    def grouped(lanes: list[tuple[int, torch.Tensor]], size: int) -> list[tuple[int, torch.Tensor]]:
+        """One (lane of the last, rounded sum) for the experts of each `size` neighbours."""
+        groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for lane, row in lanes:
+            groups.setdefault(owner[lane] // size, []).append((lane, row))
+        return sorted(((max(at for at, _ in g), added([row for _, row in sorted(g, key=by)])) for g in groups.values()),
+                      key=by)  # fmt: skip
+
+    def by(item: tuple[int, torch.Tensor]) -> int:
+        return item[0]
+
+    for in_rank, in_domain, bias in itertools.product((False, True), (False, True), (None, biases[0], biases)):
+        want = []
+        for token, line in enumerate(ids.tolist()):
+            owner = dict(enumerate(line))
+            lanes = [(lane, y[token, lane]) for lane, expert in enumerate(line) if expert >= 0]
+            lanes = grouped(lanes, experts // domains // ranks) if in_rank else lanes
+            lanes = grouped(lanes, experts // domains) if in_domain else lanes
+            first = (
+                [] if bias is None else [bias[token]] if isinstance(bias, torch.Tensor) else [b[token] for b in bias]
+            )
+            want.append(added([*first, *(row for _, row in lanes)]))
+        got = refs.combine(y, ids, domains, ranks, experts, bias, in_rank, in_domain)
+        assert torch.equal(got, torch.stack(want)), (in_rank, in_domain)
+    assert torch.equal(refs.ordered_accumulate(y), torch.stack([added(list(rows)) for rows in y]))
+
+
+def test_packages_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = [Path("nvidia/nccl/__init__.py"), Path("nvidia/nccl/lib/libnccl.so.2")]
+    found = SimpleNamespace(
+        metadata={"Name": "nvidia-nccl-cu13"}, files=files, locate_file=lambda file: tmp_path / file
+    )
+    monkeypatch.setattr(find_pkgs.importlib.metadata, "distributions", lambda: [found])
+    assert find_pkgs.find_nccl_root() == str(tmp_path / "nvidia/nccl") == find_pkgs.find_pkg_root("nccl")
+    assert find_pkgs.find_nvshmem_root(optional=True) is None
+    with pytest.raises(MissingPackageError, match="nvidia-nvshmem"):
+        find_pkgs.find_nvshmem_root()
 
 
 def test_timing() -> None:

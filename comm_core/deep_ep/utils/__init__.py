@@ -1,6 +1,6 @@
 """Helpers of the upstream package's users and tests, device-independent."""
 
-from comm_core.deep_ep.utils import comm, envs, event, gate, math, refs, semantic, testing
+from comm_core.deep_ep.utils import comm, envs, event, find_pkgs, gate, math, refs, semantic, testing
 from comm_core.event import EventHandle, EventOverlap
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "comm",
     "envs",
     "event",
+    "find_pkgs",
     "gate",
     "math",
     "refs",

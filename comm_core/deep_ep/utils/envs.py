@@ -12,10 +12,13 @@ from comm_core.runtime import device as devices
 from comm_core.runtime import env
 
 __all__ = [
+    "check_nvlink_connections",
+    "check_torch_deterministic",
     "dist_print",
     "get_global_seed",
     "get_local_seed",
     "get_logical_domain_size",
+    "get_nvlink_gbs",
     "get_physical_domain_size",
     "get_rdma_gbs",
     "init_dist",
@@ -79,6 +82,19 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
     if not once_in_node or _state["local_rank"] == 0:
         print(s, flush=True)
     dist.barrier()
+
+
+def get_nvlink_gbs(factor: float = 0.9) -> float:
+    """Bandwidth inside a node in GB/s: 0, as no program is started to ask for it."""
+    return 0.0
+
+
+def check_nvlink_connections(group: dist.ProcessGroup) -> None:
+    """Nothing to check: how devices are connected decides which backend can be used (`python -m comm_core doctor`)."""
+
+
+def check_torch_deterministic() -> None:
+    """Nothing to check: outputs are written behind what filled them."""
 
 
 def get_rdma_gbs(nic_name: str = "mlx5_0") -> float:

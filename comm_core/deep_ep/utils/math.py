@@ -47,8 +47,10 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
-    """The bf16 rows of FP8 rows and their scales (fp32, or packed exponents)."""
-    return fp8.per_token_cast_back(x_fp8, x_scales)
+    """The bf16 rows of FP8 rows and their scales: fp32 or packed exponents, any shape that holds those of each row."""
+    if not x_fp8.numel():
+        return x_fp8.to(torch.bfloat16)
+    return fp8.per_token_cast_back(x_fp8, x_scales.reshape(x_fp8.shape[0], -1))
 
 
 def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
