@@ -11,7 +11,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,17 @@ def _child(rank: int, num_ranks: int, store: str, timeout: float, fn: Callable[.
     out.put((rank, *call_in_group(rank, num_ranks, store, timeout, fn, args)))
 
 
-def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, lost: Collection[int] = ()
+) -> list[Any]:
     """Calls `fn(rank, *args)` on `num_ranks` fresh processes and returns their results by rank.
 
     Args:
         num_ranks: size of the gloo group that each process finds initialised.
         fn: a module-level function; its result must be picklable (return plain numbers or CPU tensors' copies).
         timeout: seconds after which every process still running is killed and reported.
+        lost: ranks that end their process and do not answer: their result is the exit code. Those that still run when
+            all others have answered are killed.
 
     Raises:
         RankFailure: with the traceback of every rank that raised and the name of every rank that gave no answer.
@@ -80,9 +84,10 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
         ]
         for child in children:
             child.start()
+        awaited = set(range(num_ranks)) - set(lost)
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < num_ranks and time.monotonic() < deadline:
+        while awaited - set(answers) and time.monotonic() < deadline:
             try:
                 rank, good, value = out.get(timeout=0.2)
                 answers[rank] = (good, value)
@@ -92,11 +97,13 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
             except queue.Empty:
                 if all(not child.is_alive() for child in children) and out.empty():
                     break
-        for child in children:
-            child.join(timeout=0.5 if len(answers) < num_ranks else 10.0)
+        for rank, child in enumerate(children):
+            child.join(timeout=10.0 if rank in answers and len(answers) >= len(awaited) else 0.5)
             if child.is_alive():
                 child.kill()
                 child.join()
+    for rank in set(lost) - set(answers):
+        answers[rank] = (True, children[rank].exitcode)
     problem = failure(answers, num_ranks, lambda rank: children[rank].exitcode)
     if problem is not None:
         raise problem

@@ -160,9 +160,12 @@ class Channel:
         ended = self.data_queue.close(seconds) and self.control_queue.close(seconds)
         # A group that a thread still waits in must stay; the thread's reference goes with its timeout.
         if ended and dist.is_initialized():
+            # gloo closes its connections when nobody holds the group: then ranks that wait for this one hear of it.
             if self.has_data_group:
                 dist.destroy_process_group(self.data_group)
+                del self.data_group
             dist.destroy_process_group(self.control_group)
+            del self.control_group
 
     def next_buffer_id(self) -> int:
         """Numbers the buffers of this channel; the same on all ranks, as they are built in the same order."""

@@ -2,7 +2,7 @@
 
 All ranks draw the same conversation from one seed. A valid call must give what the reference says, sooner or later: an
 asynchronous one is looked at when other calls have followed it. An invalid one must raise on all ranks, each in the way
-that its part in the mistake asks for. Two buffers serve the whole conversation, so an error must leave them as they were.
+that its part in the mistake asks for. Two buffers serve the whole conversation: an error must leave them as they were.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _ids(arguments: Arguments, value: int) -> Arguments:
 
 def _twice(arguments: Arguments) -> Arguments:
     ids = arguments["topk_idx"]
-    return {"topk_idx": torch.zeros_like(ids) if ids.shape[1] > 1 else ids - 7}
+    return {"topk_idx": torch.zeros_like(ids) if ids.shape[1] > 1 else ids - 99}
 
 
 FRESH, ALL_DATA = ("dispatch", "prepare"), ("dispatch", "cached", "combine")

@@ -1,19 +1,15 @@
-"""The posix backend's own promises: killed ranks, memory that is short, nothing left behind, segments that grow."""
+"""The posix backend's own promises: memory that is short, nothing left behind, segments that grow, sound reads."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,31 +17,14 @@ import torch.distributed as dist
 from comm_core import ElasticBuffer
 from comm_core.backends import posix as backend
 from comm_core.backends import registry
-from comm_core.runtime.errors import CommError, PeerTimeout, UsageError
+from comm_core.runtime.errors import CommError, UsageError
 from comm_core.shmem.posix import SharedMemoryError, SymmetricHeap
 from tests.comm_core import cases
-from tests.dist import RankFailure, run_ranks
+from tests.comm_core.leftovers import NOTHING, left_behind
+from tests.dist import run_ranks
 
 TIMEOUT = 20.0
 CASE = cases.Case(0, (5, 3, 7), 40, 3, 4, torch.bfloat16, do_expand=True)
-
-
-def _left_behind() -> dict[str, Any]:
-    """What a closed buffer may leave in this process and this host: nothing."""
-    maps = Path("/proc/self/maps").read_text()
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
-    ours = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if "@mt-moe-" in line]
-    return {
-        "maps": maps.count("memfd:mt-moe"),
-        "files": sum("memfd:mt-moe" in name or "pidfd" in name for name in files),
-        "sockets": sum(f"socket:[{inode}]" in files for inode in ours),
-        "threads": sum(item.name.startswith("ep-") for item in threading.enumerate()),
-        "names": sum("mt-moe" in name for name in os.listdir("/dev/shm")),
-        "children": len(psutil.Process().children()),
-    }
-
-
-NOTHING = {"maps": 0, "files": 0, "sockets": 0, "threads": 0, "names": 0, "children": 0}
 
 
 def _growing(rank: int, seed: int) -> list[str]:
@@ -58,11 +37,11 @@ def _growing(rank: int, seed: int) -> list[str]:
                 bad += cases.run(buffer, case)
         heap = buffer._backend._channel.heap
         bad += [] if heap._generation >= 2 else [f"generation {heap._generation}: nothing grew"]
-        bad += [] if _left_behind()["names"] == 0 else ["a name in /dev/shm"]
+        bad += [] if left_behind()["names"] == 0 else ["a name in /dev/shm"]
         # The same look finds what is there while the buffer is open.
-        bad += [] if _left_behind()["maps"] >= 6 and _left_behind()["threads"] == 1 else [f"open: {_left_behind()}"]
+        bad += [] if left_behind()["maps"] >= 6 and left_behind()["threads"] == 1 else [f"open: {left_behind()}"]
     dist.barrier()
-    left = _left_behind()
+    left = left_behind()
     return bad + ([] if left == NOTHING else [f"left behind {left}"])
 
 
@@ -119,53 +98,6 @@ def test_short_memory_while_building() -> None:
     assert first.startswith("memory of group [0, 1] can not be shared because of rank 1: ")
     assert second.endswith("send fewer tokens a call")
     assert "No space left" in second and "No space left" in first
-
-
-def _killed(rank: int, seed: int, folder: str, when: str) -> None:
-    """Rank 1 kills itself in the middle of an operation: between laying rows down and having read those of others."""
-    case = replace(CASE, seed=seed)
-    data = cases.draw(case)
-    again = dist.new_group([0, 2])
-    buffer = ElasticBuffer(backend="posix", num_cpu_timeout_secs=TIMEOUT)
-    rows, _, _, handle, _ = buffer.dispatch(
-        data.x[rank], data.topk_idx[rank], num_experts=case.num_experts, do_expand=True
-    )
-    share = SymmetricHeap.share
-
-    def dying(self: SymmetricHeap, where: str, tables: Any, fill: Callable[[Any], object], starts: Any) -> Any:
-        def last_act(views: Any) -> None:
-            fill(views)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        return share(self, where, tables, last_act, starts)
-
-    if rank == 1:
-        SymmetricHeap.share = dying  # type: ignore[method-assign]
-    calls = {
-        "cached dispatch": lambda: buffer.dispatch(data.x[rank], handle=handle),
-        "combine": lambda: buffer.combine(rows, handle),
-    }
-    start, said = time.monotonic(), "no error"
-    try:
-        calls[when]()
-    except PeerTimeout as error:
-        said = str(error)
-    took = time.monotonic() - start
-    good = f"{when} (rows) (call 2) on rank {rank} of group [0, 1, 2]" in said and "rank 1, which" in said
-    said = "good" if good and took < 5 else f"{took:.1f} s: {said}"
-    buffer.close()
-    with ElasticBuffer(again, backend="posix", num_cpu_timeout_secs=TIMEOUT) as rebuilt:
-        wrong = cases.run(rebuilt, replace(case, tokens=(3, 4)))
-    left = _left_behind()
-    Path(folder, str(rank)).write_text(said + "".join(wrong) + ("" if left == NOTHING else str(left)))
-
-
-@pytest.mark.parametrize("when", ["cached dispatch", "combine"])
-def test_a_rank_killed_in_the_middle(when: str, fresh_random_data: int, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"rank 1: no answer \(exit code -9\)"):
-        run_ranks(3, _killed, fresh_random_data, str(tmp_path), when, timeout=90.0)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "good", "2": "good"}
-    assert _left_behind()["names"] == 0
 
 
 def _planted(rank: int, seed: int) -> dict[str, int]:
