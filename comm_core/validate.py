@@ -119,21 +119,6 @@ def whole(name: str, value: Any, *, least: int = 1) -> int:
     return value
 
 
-def buffer_bytes(num_bytes: Any, num_cpu_bytes: Any) -> None:
-    """Size of a buffer given by bytes."""
-    if num_bytes is not None:
-        whole("num_bytes", num_bytes)
-        if num_bytes % sizes.STEP:
-            raise UsageError(f"num_bytes={num_bytes}", allowed=f"a multiple of {sizes.STEP}", fix="round it up")
-    whole("num_cpu_bytes", num_cpu_bytes, least=0)
-    if num_cpu_bytes % sizes.STEP or num_cpu_bytes > (num_bytes or 0):
-        given, allowed = (
-            f"num_cpu_bytes={num_cpu_bytes}",
-            f"a multiple of {sizes.STEP}, a part of num_bytes={num_bytes}",
-        )
-        raise UsageError(given, allowed=allowed, fix="see get_engram_storage_size_hint; num_bytes is the sum")
-
-
 def unsupported(given: str, allowed: str) -> UsageError:
     """An option that the chosen backend does not have."""
     return UsageError(given, allowed=allowed, fix="leave the option out or use a backend that has it")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_core import validate
+from comm_core import sizes, validate
 from comm_core.backends import registry
 from comm_core.backends.base import Backend
 from comm_core.runtime import device as devices
@@ -89,7 +89,21 @@ def check_sizes(num_bytes: Any, num_cpu_bytes: Any, numbers: Mapping[str, Any]) 
     """Sizes given to a buffer: bytes, and numbers that may be 0."""
     for name, value in numbers.items():
         validate.whole(name, value, least=0)
-    validate.buffer_bytes(num_bytes, num_cpu_bytes)
+    _check_bytes(num_bytes, num_cpu_bytes)
+
+
+def _check_bytes(num_bytes: Any, num_cpu_bytes: Any) -> None:
+    if num_bytes is not None:
+        validate.whole("num_bytes", num_bytes)
+        if num_bytes % sizes.STEP:
+            raise UsageError(f"num_bytes={num_bytes}", allowed=f"a multiple of {sizes.STEP}", fix="round it up")
+    validate.whole("num_cpu_bytes", num_cpu_bytes, least=0)
+    if num_cpu_bytes % sizes.STEP or num_cpu_bytes > (num_bytes or 0):
+        given, allowed = (
+            f"num_cpu_bytes={num_cpu_bytes}",
+            f"a multiple of {sizes.STEP}, a part of num_bytes={num_bytes}",
+        )
+        raise UsageError(given, allowed=allowed, fix="see get_engram_storage_size_hint; num_bytes is the sum")
 
 
 def _place(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
