@@ -11,6 +11,7 @@ Kernels: comm_core/kernels. Who waits for whom: kernels/sync.cuh. What the host 
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEFAULT_SMS = 16
 _DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512
 _ALIGNMENT = 256
+_POLL_SECONDS = 2e-5
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class GpuBackend:
             return "kernels need a device"
         if not devices.count(kind):
             return f"no {kind} device is visible to torch {torch.__version__}"
-        return build.why_not(kind)
+        return build.why_not(devices.vendor_of(kind).platform)
 
     def start_layout(self, job: LayoutJob) -> EventHandle:
         """Launches the count exchange; its result waits for mapped memory alone."""
@@ -332,7 +334,9 @@ class _Checked(EventHandle):
 
     def synchronize(self) -> None:
         """Blocks until the work is done, and raises what ended it."""
-        self._inner.synchronize()
+        while not self._inner.query():
+            self._channel.check_alive()  # the others may be meeting about an earlier call, and not make this one
+            time.sleep(_POLL_SECONDS)
         self._channel.check_alive()
 
 

@@ -202,8 +202,12 @@ class GpuChannel(Channel):
             PeerTimeout: a rank did not come.
         """
         seconds = self.timeout + _GRACE_SECONDS
-        if self.library.wait_word(record.host, self.fault.host, seconds) == 0:
+        ended = self.library.wait_word(record.host, self.fault.host, seconds)
+        if ended == 0:
             return
+        if ended == 3:
+            # An earlier call went wrong: the others may be meeting about it already, and not make this one.
+            self.resolve(int(self.fault.at[abi.FAULT_DIFFERENT]))
         if not self.fault.at[abi.FAULT_SET]:
             call = self.call_of(number)
             self.broken = PeerTimeout(

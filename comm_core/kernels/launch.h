@@ -27,7 +27,8 @@ int mt_pool_choose(int index);
 void* mt_pool_alloc(ssize_t bytes, int device, void* stream);
 void mt_pool_free(void* pointer, ssize_t bytes, int device, void* stream);
 int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second);
-// Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`, 2 where `fault` became set first.
+// Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`; 2 where the fault record names a peer
+// first, 3 where it names a call that differs.
 int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds);
 
 int mt_layout(const MtLayoutCall* call, void* stream);

@@ -114,7 +114,8 @@ int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second) {
 int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   for (int64_t polls = 0; *word == 0; ++polls) {
-    if (*fault != 0) return 2;
+    if (fault[MT_FAULT_SET] != 0) return 2;
+    if (fault[MT_FAULT_DIFFERENT] != 0) return 3;
     if (polls % 256 == 255) {
       if (std::chrono::steady_clock::now() > end) return 1;
       if (polls > 100000) std::this_thread::sleep_for(std::chrono::microseconds(20));

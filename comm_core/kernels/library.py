@@ -168,7 +168,10 @@ class Library:
         return sms.value, rate.value
 
     def wait_word(self, word: int, fault: int, seconds: float) -> int:
-        """Waits for a word of mapped host memory: 0 when it is set, 1 after `seconds`, 2 where `fault` is set first."""
+        """Waits for a word of mapped host memory: 0 when it is set, 1 after `seconds`.
+
+        2 and 3 where the fault record names a peer, or a call that differs, first.
+        """
         return int(self._lib.mt_wait_word(_U64(word), _U64(fault), ctypes.c_double(seconds)))
 
     def launch(self, name: str, call: ctypes.Structure, stream: int) -> None:

@@ -144,7 +144,7 @@ def _lent(rank: int, seed: int) -> list[str]:
     device = _device(rank)
     torch.manual_seed(seed + rank)
     with _buffer(rank) as buffer:
-        assert buffer.reserve_symmetric(8 << 20)
+        assert buffer.reserve_symmetric(96 << 20)  # torch takes 20 MiB at a time for tensors above 1 MiB
         for turn in range(6):
             ordinary = torch.randn(200 << turn, 1024, dtype=torch.bfloat16, device=device)
             ids = torch.rand(200 << turn, 8, device=device).topk(3, -1)[1]
