@@ -81,7 +81,7 @@ def fits(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Move(MoveJob):
-    """A dispatch whose outputs are sized when it runs.
+    """A dispatch whose outputs are sized when it runs, for the backends of the CPU.
 
     Attributes:
         target: takes the rows where they fit, and 0 behind them.
@@ -198,9 +198,17 @@ class Transport:
         if compared:
             settings = {"buffer": self.elastic._limits.buffer_id, "handle": handle.number}
             settings |= {"hidden": rows.shape[1], "dtype": ROW_DTYPES.index(rows.dtype)}
-        out = rows.new_empty(0, rows.shape[1]) if target is None else target
-        job = _Move("cached dispatch", settings, handle, rows, out, after=(after,), target=target)
-        return job.found, self.elastic._backend.dispatch(job)
+        op, backend = "cached dispatch", self.elastic._backend
+        if self.device.type == "cpu":
+            nothing = rows.new_empty(0, rows.shape[1])
+            late = _Move(op, settings, handle, rows, nothing, after=(after,), target=target)
+            return late.found, backend.dispatch(late)
+        num_rows = handle.num_recv_tokens  # a queue that runs on this thread would wait for them as well
+        out = rows.new_empty(num_rows, rows.shape[1]) if target is None else target[:num_rows]
+        event = backend.dispatch(MoveJob(op, settings, handle, rows, out, after=(after,)))
+        if target is not None:
+            event = self.then(target[num_rows:].zero_, [event], [target])
+        return [out], event
 
     def send(
         self,
@@ -258,23 +266,24 @@ class Transport:
         hidden = x.shape[1]
         gap = -hidden % WIDTH_MULTIPLE or (0 if hidden else WIDTH_MULTIPLE)
         if gap:
-            self.wait(after)
-            x = torch.nn.functional.pad(x, (0, gap))
-            biases = [torch.nn.functional.pad(bias, (0, gap)) for bias in biases]
+            narrow = [x, *biases]
+            wide = [item.new_zeros(item.shape[0], hidden + gap) for item in narrow]
+            after = self.then(functools.partial(_widen, wide, narrow), [after], [*wide, *narrow])
+            x, biases = wide[0], wide[1:]
         out, _, done = self.elastic.combine(
             x,
             handle,
             bias=tuple(biases) or None,
-            previous_event=None if gap else after,
+            previous_event=after,
             async_with_compute_stream=True,
-            allocate_on_comm_stream=on_comm_stream and not gap,
+            allocate_on_comm_stream=on_comm_stream and after is not None,
         )
         event = as_handle(done)
         assert event is not None  # asynchronous calls have one
         if not gap:
             return out, event
-        narrow = out.new_empty(out.shape[0], hidden)
-        return narrow, self.then(lambda: narrow.copy_(out[:, :hidden]), [event], [out, narrow])
+        result = out.new_empty(out.shape[0], hidden)
+        return result, self.then(lambda: result.copy_(out[:, :hidden]), [event], [out, result])
 
     def then(
         self,
@@ -309,3 +318,9 @@ def _unpack(outs: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None
     for out in outs:
         if out.shape[1]:
             out.view(torch.uint8)[num_rows:].zero_()
+
+
+def _widen(wide: Sequence[torch.Tensor], narrow: Sequence[torch.Tensor]) -> None:
+    """Narrow rows into wider ones."""
+    for into, item in zip(wide, narrow, strict=True):
+        into[:, : item.shape[1]] = item

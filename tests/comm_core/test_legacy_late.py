@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm_core.event import CommQueue
 from comm_core.legacy import Buffer, Config
 from comm_core.runtime.errors import CommError, UsageError
 from tests.comm_core import legacy_cases as cases
@@ -108,6 +109,43 @@ def _rows_come_later(buffer: Buffer, world: World, key: str) -> list[str]:
     return [f"rank {rank}: {what}" for what in bad]
 
 
+def _inputs_come_later(buffer: Buffer, world: World) -> list[str]:
+    """previous_event: rows of every kind that are written behind it are those that are sent, and sums of them."""
+    rank, bad, queue = buffer.rank, cases.Failures(), CommQueue(torch.device("cpu"), "inputs")
+    counts = cases.layout_counts(buffer, world, rank, bad)
+    handle = buffer.dispatch(world.x[rank], **counts)[4]
+    lanes = {"topk_idx": world.ids[rank], "topk_weights": world.weights[rank]}
+    for hidden, dtype in ((40, torch.bfloat16), (7, torch.float32), (24, torch.float8_e4m3fn)):
+        x, wanted = torch.zeros(world.x[rank].shape[0], hidden).to(dtype), torch.tensor(rank + 1.0).to(dtype)
+        scales = torch.zeros(2, x.shape[0]).t()
+        sent = (x, scales) if dtype.itemsize == 1 else x
+
+        def fill(x: torch.Tensor = x, scales: torch.Tensor = scales, wanted: torch.Tensor = wanted) -> None:
+            time.sleep(0.05)
+            x.copy_(wanted.expand(x.shape))
+            scales.fill_(rank + 1)
+
+        for given in ({"handle": handle}, {**counts, **lanes, "num_worst_tokens": handle.num_rows or 1}, counts):
+            x.zero_()
+            options = {"previous_event": queue.submit(fill), "async_finish": True}
+            recv, *_, event = buffer.dispatch(sent, **given, **options)
+            event.current_stream_wait()
+            source = torch.tensor([source + 1.0 for source, _ in world.arrivals(rank)])[:, None]
+            parts = recv if isinstance(recv, tuple) else (recv,)
+            good = all(torch.equal(part[: source.shape[0]].float(), source.expand(-1, part.shape[1])) for part in parts)
+            bad.need(good, f"{dtype} rows of {hidden} behind an event ({', '.join(given)})")
+        if dtype.itemsize == 1:
+            continue
+        y, bias = torch.zeros(handle.num_rows, hidden).to(dtype), x.clone()
+        written = queue.submit(lambda y=y: (time.sleep(0.05), y.fill_(1)))
+        sums, _, event = buffer.combine(y, handle, bias=bias, previous_event=written, async_finish=True)
+        event.current_stream_wait()
+        want = bias.float() + handle[4].sum(1, keepdim=True)
+        bad.need(torch.equal(sums.float(), want.to(dtype).float()), f"{dtype} sums behind an event")
+    queue.close(1.0)
+    return [f"rank {rank}: {what}" for what in bad]
+
+
 def _blocks_come_later(buffer: Buffer, key: str) -> list[str]:
     """A dispatch with a hook returns though the last rank calls later; what was waited for it is counted for it."""
     rank, last, wrong = buffer.rank, buffer.group_size - 1, []
@@ -152,7 +190,7 @@ def _everything(rank: int, backend: str, seed: int) -> list[str]:
     for index, (hidden, dtype) in enumerate(((40, torch.bfloat16), (7, torch.float32))):
         tokens = tuple(rng.choice((1, 5, 14)) for _ in range(buffer.group_size))
         world = cases.draw(rng.randrange(2**31), tokens, hidden, 3, 2, dtype, 0.1)
-        wrong += _chunk_sizes(buffer, world)
+        wrong += _chunk_sizes(buffer, world) + _inputs_come_later(buffer, world)
         wrong += _rows_come_later(buffer, world, f"rows {backend} {seed} {index}")
     wrong += _own_memory(buffer) + _blocks_come_later(buffer, f"blocks {backend} {seed}")
     buffer.destroy()
