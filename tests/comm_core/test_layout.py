@@ -8,22 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm_core import layout, reference
-
-
-@st.composite
-def routings(draw: st.DrawFn) -> tuple[list[torch.Tensor], int, int]:
-    """Ids of all ranks, the number of experts and an alignment."""
-    num_ranks, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    num_experts = num_ranks * num_local
-    num_topk = draw(st.integers(1, min(num_experts, 6)))
-    row = st.lists(st.integers(0, num_experts - 1), min_size=num_topk, max_size=num_topk, unique=True)
-    mask = st.lists(st.booleans(), min_size=num_topk, max_size=num_topk)
-    ids = []
-    for _ in range(num_ranks):
-        lines = draw(st.lists(st.tuples(row, mask), max_size=6))
-        values = [[-1 if hidden else e for e, hidden in zip(*line, strict=True)] for line in lines]
-        ids.append(torch.tensor(values, dtype=torch.int64).reshape(-1, num_topk))
-    return ids, num_experts, draw(st.sampled_from((1, 2, 4, 128)))
+from tests.strategies import routings
 
 
 def _received(ids: list[torch.Tensor], sends: list[layout.SendPlan], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
