@@ -17,7 +17,7 @@ from comm_core.runtime.errors import UsageError
 # What this package reads, with the value where it is not set; the doctor prints it.
 DEFAULTS = {
     "EP_CPU_TIMEOUT_SECS": "300",
-    "EP_GPU_TIMEOUT_SECS": "100",
+    "EP_GPU_TIMEOUT_SECS": "the bound of host waits",
     "EP_AVOID_RECORD_STREAM": "0",
     "EP_JIT_CACHE_DIR": "the user's cache folder",
     "EP_NUM_TOPK_IDX_BITS": "64",
@@ -64,9 +64,10 @@ def timeout_seconds() -> float:
     return _seconds("EP_CPU_TIMEOUT_SECS", os.environ.get("EP_CPU_TIMEOUT_SECS", DEFAULTS["EP_CPU_TIMEOUT_SECS"]))
 
 
-def device_timeout_seconds() -> float:
-    """Bound of every wait inside a kernel (EP_GPU_TIMEOUT_SECS): num_gpu_timeout_secs where no argument gives it."""
-    return _seconds("EP_GPU_TIMEOUT_SECS", os.environ.get("EP_GPU_TIMEOUT_SECS", DEFAULTS["EP_GPU_TIMEOUT_SECS"]))
+def device_timeout_seconds() -> float | None:
+    """Bound of every wait inside a kernel (EP_GPU_TIMEOUT_SECS); None, where it is not set: that of host waits."""
+    text = os.environ.get("EP_GPU_TIMEOUT_SECS", "")
+    return _seconds("EP_GPU_TIMEOUT_SECS", text) if text else None
 
 
 def avoid_record_stream() -> bool:

@@ -61,7 +61,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variables_of_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
     _forget(monkeypatch)
-    assert (env.timeout_seconds(), env.device_timeout_seconds(), env.avoid_record_stream()) == (300, 100, False)
+    assert (env.timeout_seconds(), env.device_timeout_seconds(), env.avoid_record_stream()) == (300, None, False)
     assert env.kernel_cache_dir() is None and env.topk_idx_dtypes() == (torch.int64,)
     assert env.in_use() == {} and env.unused() == []
     given = {"EP_CPU_TIMEOUT_SECS": "7.5", "EP_GPU_TIMEOUT_SECS": "9", "EP_AVOID_RECORD_STREAM": "1"}
