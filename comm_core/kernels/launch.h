@@ -30,6 +30,9 @@ int mt_properties(int device, int64_t* sms, int64_t* ticks_per_second);
 // Polls a word of mapped host memory until it is not 0: 0 then, 1 after `seconds`; 2 where the fault record names a peer
 // first, 3 where it names a call that differs.
 int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, double seconds);
+// For measurements: copies by plain 16-byte loads and stores, whose places may be another rank's, and a wait of the stream.
+int mt_ceiling(void* to, const void* from, uint64_t bytes, int num_sms, int threads, void* stream);
+int mt_delay(int64_t ticks, void* stream);
 
 int mt_layout(const MtLayoutCall* call, void* stream);
 int mt_dispatch(const MtDispatchCall* call, void* stream);

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "barrier.cuh"
+#include "ceiling.cuh"
 #include "combine.cuh"
 #include "dispatch.cuh"
 #include "launch.h"
@@ -122,6 +123,16 @@ int mt_wait_word(const volatile uint32_t* word, const volatile uint32_t* fault, 
     }
   }
   return 0;
+}
+
+int mt_ceiling(void* to, const void* from, uint64_t bytes, int num_sms, int threads, void* stream) {
+  mt::ceiling_impl<4><<<num_sms, threads, 0, mt::stream_of(stream)>>>(static_cast<int4*>(to), static_cast<const int4*>(from),
+                                                                      static_cast<int64_t>(bytes / sizeof(int4)));
+  return mt::launched();
+}
+int mt_delay(int64_t ticks, void* stream) {
+  mt::delay_impl<<<1, 1, 0, mt::stream_of(stream)>>>(ticks);
+  return mt::launched();
 }
 
 int mt_layout(const MtLayoutCall* given, void* stream_handle) {

@@ -167,6 +167,14 @@ class Library:
         self._checked("mt_properties", _I32(device), ctypes.byref(sms), ctypes.byref(rate))
         return sms.value, rate.value
 
+    def ceiling(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int, *, threads: int = 1024) -> None:
+        """Copies bytes, a multiple of 16, by plain loads and stores; either place may be another rank's. To measure."""
+        self._checked("mt_ceiling", _U64(to), _U64(source), _U64(num_bytes), _I32(num_sms), _I32(threads), _U64(stream))
+
+    def delay(self, ticks: int, stream: int) -> None:
+        """Keeps a stream busy for some ticks of the kernels' timer, so that what comes behind is issued meanwhile."""
+        self._checked("mt_delay", _I64(ticks), _U64(stream))
+
     def wait_word(self, word: int, fault: int, seconds: float) -> int:
         """Waits for a word of mapped host memory: 0 when it is set, 1 after `seconds`.
 
