@@ -75,6 +75,7 @@ class Example:
     """One routing and how it is sent."""
 
     routing: Routing
+    multiple: bool
     do_expand: bool
     static: bool
     prepared: bool
@@ -158,14 +159,15 @@ def _everywhere(value: Any) -> list[Any]:
     return found
 
 
-def _together(rank: int, backend: str, multiple: bool, start: int, num_examples: int, holds: Any = _holds) -> None:
+def _together(rank: int, backend: str, start: int, num_examples: int, *phases: Phase) -> None:
     """Rank 0 lets hypothesis draw and shrink; all ranks carry each example out, and all say what does not hold."""
-    with ElasticBuffer(backend=backend, allow_multiple_reduction=multiple, num_cpu_timeout_secs=20) as buffer:
+    options: dict[str, Any] = {"backend": backend, "num_cpu_timeout_secs": 20}
+    with ElasticBuffer(allow_multiple_reduction=False, **options) as single, ElasticBuffer(**options) as double:
 
         def judge(example: Example | None) -> list[Any]:
             told: list[Any] = [example]
             dist.broadcast_object_list(told, src=0)
-            return [] if told[0] is None else _everywhere(holds(buffer, told[0]))
+            return [] if told[0] is None else _everywhere(_holds(double if told[0].multiple else single, told[0]))
 
         if rank:
             while judge(None):
@@ -178,9 +180,9 @@ def _together(rank: int, backend: str, multiple: bool, start: int, num_examples:
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
+            phases=phases or (Phase.generate, Phase.shrink),
         )
-        @given(st.builds(Example, routings(num_ranks=RANKS), *[st.booleans()] * 4))
+        @given(st.builds(Example, routings(num_ranks=RANKS), *[st.booleans()] * 5))
         def property_(example: Example) -> None:
             found = judge(example)
             assert found == [[]] * RANKS, found
@@ -191,17 +193,15 @@ def _together(rank: int, backend: str, multiple: bool, start: int, num_examples:
             judge(None)
 
 
-@pytest.mark.parametrize("multiple", [True, False], ids=["two reductions", "one reduction"])
 @pytest.mark.parametrize("backend", registry.names_for("cpu"))
-def test_buffers_have_them_too(backend: str, multiple: bool, fresh_random_data: int) -> None:
-    run_ranks(RANKS, _together, backend, multiple, fresh_random_data, 40, timeout=120.0)
+def test_buffers_have_them_too(backend: str, fresh_random_data: int) -> None:
+    run_ranks(RANKS, _together, backend, fresh_random_data, 40, timeout=120.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("multiple", [True, False], ids=["two reductions", "one reduction"])
 @pytest.mark.parametrize("backend", registry.names_for("cpu"))
-def test_buffers_have_them_too_for_many_routings(backend: str, multiple: bool, fresh_random_data: int) -> None:
-    run_ranks(RANKS, _together, backend, multiple, fresh_random_data, 400, timeout=280.0)
+def test_buffers_have_them_too_for_many_routings(backend: str, fresh_random_data: int) -> None:
+    run_ranks(RANKS, _together, backend, fresh_random_data, 800, timeout=280.0)
 
 
 def _loses_a_pair(rank: int, start: int) -> None:
@@ -216,7 +216,7 @@ def _loses_a_pair(rank: int, start: int) -> None:
 
     layout.plan_recv = forgetful
     try:
-        _together(rank, "collective", True, start, 100)
+        _together(rank, "posix", start, 60, Phase.generate)
     finally:
         layout.plan_recv = plan_recv
 
