@@ -44,9 +44,9 @@ class PeerMemory:
         self.peers = self.base(abi.CONTROL) + abi.AT_PEERS
         self._write_table()
 
-    def base(self, which: int) -> int:
-        """Address of this rank's segment, 0 without."""
-        return self._bases[which][self._rank]
+    def base(self, which: int, rank: int | None = None) -> int:
+        """Address in this process of a rank's segment, this rank's by default; 0 without."""
+        return self._bases[which][self._rank if rank is None else rank]
 
     def make(self, which: int, num_bytes: int) -> None:
         """Makes or replaces a segment (collective). No kernel may be using the old one, on any rank.
