@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from comm_core import ElasticBuffer
+from comm_core.backends.roll_call import RollCall
 from comm_core.runtime.errors import CommError, PeerTimeout
 from comm_core.runtime.groups import meet, private_groups
 from tests.pool import run_ranks
@@ -78,3 +79,35 @@ def _late(rank: int) -> list[str]:
 @pytest.mark.parametrize("piece", [_names, _late], ids=["names", "a late rank"])
 def test_private_groups(piece: Any) -> None:
     assert run_ranks(3, piece, timeout=60.0) == [[], [], []]
+
+
+class _Gone:
+    """A store whose host has ended, at once or without a word."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+
+    def check(self, keys: list[str]) -> bool:
+        if self.silent:
+            time.sleep(5)
+        raise RuntimeError("connection reset by peer")
+
+
+def test_who_is_missing() -> None:
+    store = dist.HashStore()
+    first, second, third = (RollCall(store, rank, 4) for rank in range(3))
+    second.say("has given up (ValueError: planted)")
+    second.say("a later word")
+    third.say("combine (call 7)")
+    said = first.missing("combine (call 7)")
+    assert said == "rank 3, rank 1, which has given up (ValueError: planted)"
+    RollCall(store, 3, 4).say("combine (call 7)")
+    assert third.missing("combine (call 7)") == "rank 1, which has given up (ValueError: planted)"
+
+
+@pytest.mark.parametrize("store", [None, _Gone(False), _Gone(True)], ids=["none", "gone", "gone silently"])
+def test_without_a_store_every_other_rank_may_be_missing(store: Any) -> None:
+    start = time.monotonic()
+    said = RollCall(store, 1, 3).missing("dispatch (call 1)")
+    assert said == "rank 0 or rank 2 (the store that could tell which is gone too)"
+    assert time.monotonic() - start < 1.9
