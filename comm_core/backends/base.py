@@ -11,7 +11,7 @@ rank raises on all of them and none is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, Protocol
@@ -39,6 +39,7 @@ class Capabilities:
         single_reduction: combine of expanded rows in one sum (allow_multiple_reduction=False).
         moves_scales: a dispatch takes the scales of a pair along with its data; otherwise they are a second one.
         zero_copy: it has `reserve` and `symmetric_memory`: rows made there are sent without being copied first.
+        low_latency: it has `blocks_dispatch` and `blocks_combine`: the low-latency calls without a host wait.
         region_kinds: device kinds on which it has regions.
         one_sided_reads: `Region.read` needs nothing of the other ranks; otherwise it is a call that all ranks make.
     """
@@ -53,6 +54,7 @@ class Capabilities:
     single_reduction: bool
     moves_scales: bool = False
     zero_copy: bool = False
+    low_latency: bool = False
     region_kinds: tuple[str, ...] = ()
     one_sided_reads: bool = False
 
@@ -126,6 +128,68 @@ class MoveJob:
             out_weights=None if self.out_weights is None else self.out_weights[:real],
             out_idx=None if self.out_idx is None else self.out_idx[:real],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksJob:
+    """A low-latency dispatch or combine, see `comm_core.legacy.low_latency`. T tokens, K lanes, L experts of this rank.
+
+    Attributes:
+        settings: values that must be equal on all ranks.
+        x: dispatch, [T, hidden]; combine, [L, height, hidden].
+        topk_idx: int64 [T, K].
+        max_tokens: bound of T.
+        height: rows of an expert's block.
+        out_x: dispatch, [L, height, hidden]; combine, [T, hidden]. Rows behind the counts are not written.
+        src_info, ranges, counts: of the dispatch: int32 [L, height], int64 [L, R], int32 [L].
+        positions, seq: int32 [T, K] and int32 [2], kept from a dispatch for its combines.
+        fp8: 0 none, 1 fp32 scales, 2 rounded to powers of two, 3 packed exponents.
+        out_scales: [L, height, words], stride 1 along the rows.
+        weights: combine, fp32 [T, K].
+        stats: dispatch, int32 [L] or None: counts are added.
+        after: events to wait for.
+        problem: what is wrong with the ids of this rank, asked for when the device has found something.
+    """
+
+    settings: dict[str, int]
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    max_tokens: int
+    height: int
+    out_x: torch.Tensor
+    src_info: torch.Tensor
+    ranges: torch.Tensor
+    counts: torch.Tensor
+    positions: torch.Tensor
+    seq: torch.Tensor
+    fp8: int = 0
+    out_scales: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
+    after: tuple[EventHandle | None, ...] = ()
+    problem: Callable[[], UsageError | None] = lambda: None
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a row."""
+        return self.x.shape[-1]
+
+    @property
+    def num_topk(self) -> int:
+        """Lanes of a token."""
+        return self.topk_idx.shape[1]
+
+    @property
+    def num_local(self) -> int:
+        """Experts of this rank."""
+        return self.src_info.shape[0]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Everything the device reads or writes."""
+        return [
+            self.x, self.topk_idx, self.out_x, self.src_info, self.ranges, self.counts, self.positions, self.seq,
+            self.out_scales, self.weights, self.stats,
+        ]  # fmt: skip
 
 
 class Region(Protocol):
@@ -237,6 +301,14 @@ class Backend(Protocol):
 
     def note_failure(self, error: BaseException) -> None:
         """This rank has left a call in which others may wait for it: they are told, later calls raise here."""
+        ...
+
+    def blocks_dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """Sends; the function returned receives, where `Capabilities.low_latency`."""
+        ...
+
+    def blocks_combine(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """Sends answers; the function returned adds them up, where `Capabilities.low_latency`."""
         ...
 
     def reserve(self, num_bytes: int) -> None:

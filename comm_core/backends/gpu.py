@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from comm_core.backends.base import Capabilities, LayoutJob, MoveJob, Region
+from comm_core.backends.base import BlocksJob, Capabilities, LayoutJob, MoveJob, Region
+from comm_core.backends.gpu_blocks import GpuBlocks
 from comm_core.backends.gpu_channel import GpuChannel
 from comm_core.backends.gpu_layout import CountsEvent, DeviceLayout, ring_half, start_layout
 from comm_core.event import EventHandle
@@ -84,11 +86,13 @@ class GpuBackend:
         single_reduction=True,
         moves_scales=True,
         zero_copy=True,
+        low_latency=True,
     )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         channel = GpuChannel.acquire(group, device, timeout)
         assert isinstance(channel, GpuChannel)
+        channel.blocks = channel.blocks or GpuBlocks(channel)
         self._channel, self.device = channel, device
         self.rank, self.num_ranks = channel.rank, channel.num_ranks
         self.buffer_id = channel.next_buffer_id()
@@ -197,6 +201,14 @@ class GpuBackend:
                 channel.library.launch("combine", call, ring.stream)
 
         return self._submit(job, launch, [layout.memory, layout.kept])
+
+    def blocks_dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """Launches the first half of a low-latency dispatch; the function returned launches the second."""
+        return self._channel.blocks.dispatch(job)
+
+    def blocks_combine(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """The same for a low-latency combine."""
+        return self._channel.blocks.combine(job)
 
     def reserve(self, num_bytes: int) -> None:
         """Makes room for symmetric tensors (collective)."""

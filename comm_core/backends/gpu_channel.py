@@ -82,6 +82,7 @@ class GpuChannel(Channel):
     Attributes:
         library: the kernels.
         memory: segments of the ranks.
+        blocks: the low-latency calls.
         pool: symmetric tensors, where they were asked for.
         num_sms: multiprocessors of the device.
         ticks_per_second: of the kernels' timer.
@@ -96,6 +97,7 @@ class GpuChannel(Channel):
         self.issued = 0
         self.capturing_used = False
         self.pool: SymmetricPool | None = None
+        self.blocks: Any = None  # GpuBlocks, which the first backend of the channel makes
         self._log: dict[int, Call] = {}
         self._records: list[Words] = []
         self._abandoned: list[Words] = []
@@ -245,7 +247,23 @@ class GpuChannel(Channel):
         """Compares a call on the host, in the control thread, where other exchanges of the control group run."""
         self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).synchronize()
 
-    def _together(self, op: str, settings: dict[str, int]) -> None:
+    def replace(self, which: int, num_bytes: int) -> None:
+        """Replaces a segment behind `meet_in_call` (collective)."""
+        self.data_queue.stream.synchronize()
+        self.memory.make(which, max(self.meet(align(num_bytes, _GRANULE))))
+
+    def quiesce(self) -> None:
+        """Returns when everything issued is done on all ranks (collective, behind `meet_in_call`)."""
+        self.data_queue.stream.synchronize()
+        self.meet(None)
+
+    def restart_blocks(self) -> None:
+        """Low-latency calls are numbered from 1 again, as their flags in a new segment are."""
+        self.library.clear(self._state + abi.State.blocks_seq.offset, 8, 0)
+        devices.synchronize(self.device)
+        self.meet(None)
+
+    def meet_in_call(self, op: str, settings: dict[str, int]) -> None:
         """Meets all ranks in one call before they do something on the host; raises on all where one is elsewhere."""
         self._calls = self.issued
         try:
@@ -309,7 +327,7 @@ class GpuChannel(Channel):
             UnavailableError: on every rank, where one has no memory.
         """
         if self.pool is None:
-            self._together("barrier", {})
+            self.meet_in_call("barrier", {})
             self.data_queue.stream.synchronize()
             most = max(self.meet(align(num_bytes, _GRANULE)))
             self.memory.make(abi.POOL, most)
@@ -330,9 +348,8 @@ class GpuChannel(Channel):
                 allowed=f"{self.memory.sizes[which]}, as the graph has the addresses",
                 fix="make the largest call once before capturing",
             )
-        self._together(op, settings)
-        self.data_queue.stream.synchronize()
-        self.memory.make(which, max(self.meet(num_bytes)))
+        self.meet_in_call(op, settings)
+        self.replace(which, num_bytes)
 
     def _loaded(self) -> Library:
         library: Library | None = None

@@ -8,7 +8,7 @@ constexpr int MT_MAX_TOPK = 32;       // one lane of a warp each
 constexpr int MT_CHUNK = 512;         // received rows that one block of the layout kernels handles at a time
 constexpr int MT_TOKENS = 256;        // own tokens that one block of the layout kernels handles
 constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
-constexpr int MT_SEGMENTS = 3;        // control, ring, pool
+constexpr int MT_SEGMENTS = 4;        // control, ring, pool, blocks
 
 // Words of a header: what a rank tells every other at the start of an operation.
 enum MtHeader : int {
@@ -60,6 +60,7 @@ struct MtState {
   uint32_t aborted;  // 1: a wait timed out, nothing is waited for any more
   uint32_t status;   // of the layout under way
   uint32_t differed; // 1: the fault record names a call that differs
+  uint32_t blocks_seq[2];  // low-latency dispatches and combines begun
 };
 
 // The channel as kernels see it.
@@ -174,6 +175,50 @@ struct MtReduceCall {
   int32_t num_ranks;
   int32_t num_sms;
   int32_t threads;
+};
+
+// Offsets into the blocks segment of a rank, which the low-latency calls use: two places in turn, p = number % 2.
+struct MtBlocksPlaces {
+  uint64_t headers;   // [2 kinds][2][MT_MAX_RANKS][MT_HEADER_WORDS] words: kind 0 dispatch, 1 combine
+  uint64_t done;      // [2 kinds][MT_MAX_RANKS] words, by writer: the number of the last call it has read
+  uint64_t ids;       // int32 [2][R][max_tokens * K], by writer
+  uint64_t begins;    // int32 [2][R][L], by writer: row of the first answer of each of its experts to this rank
+  uint64_t rows;      // [2][max_tokens] rows of this rank, scales behind each
+  uint64_t answers;   // [2][answer rows] rows of this rank's experts
+  uint64_t row_bytes; // of `rows`, scales included
+  uint64_t answer_rows;
+};
+
+// A low-latency dispatch or combine. T tokens of this rank, K lanes, L local experts, `height` rows a block.
+struct MtBlocksCall {
+  MtChannel channel;
+  MtBlocksPlaces places;
+  MtPlace lent;           // combine: x itself, where it lies in symmetric memory
+  uint64_t x;             // dispatch: [T, hidden]; combine: [L, height, hidden]
+  uint64_t topk_idx;      // int64 [T, K]
+  uint64_t topk_weights;  // combine: float [T, K]
+  uint64_t positions;     // int32 [T, K], place among the tokens of this rank for the lane's expert
+  uint64_t seq;           // uint32, number of the call, from its first half for its second
+  uint64_t out_x;         // dispatch: [L, height, hidden]; combine: [T, hidden]
+  uint64_t out_scales;
+  uint64_t src_info;      // int32 [L, height]
+  uint64_t ranges;        // int64 [L, R]
+  uint64_t counts;        // int32 [L]
+  uint64_t stats;         // int32 [L] or 0
+  int64_t scale_expert_stride;  // of out_scales, in words; the stride of rows is 1
+  int64_t scale_col_stride;
+  uint32_t hash;
+  uint32_t status;
+  uint32_t is_lent;
+  int32_t num_tokens;
+  int32_t num_topk;
+  int32_t num_local;
+  int32_t max_tokens;
+  int32_t height;
+  int32_t hidden;
+  int32_t dtype;          // 0 bf16, 1 fp16, 2 fp32
+  int32_t fp8;            // 0 none, 1 fp32 scales, 2 scales rounded to powers of two, 3 packed exponents
+  int32_t scale_words;
 };
 
 struct MtBarrierCall {

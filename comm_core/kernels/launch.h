@@ -38,5 +38,8 @@ int mt_layout(const MtLayoutCall* call, void* stream);
 int mt_dispatch(const MtDispatchCall* call, void* stream);
 int mt_combine(const MtCombineCall* call, void* stream);
 int mt_reduce(const MtReduceCall* call, void* stream);
+// The halves of the low-latency calls: 0 dispatch, 1 combine.
+int mt_blocks_send(const MtBlocksCall* call, int kind, int sms, void* stream);
+int mt_blocks_recv(const MtBlocksCall* call, int kind, int sms, void* stream);
 int mt_barrier(const MtBarrierCall* call, void* stream);
 }

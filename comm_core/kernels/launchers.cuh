@@ -10,6 +10,7 @@
 #include "dispatch.cuh"
 #include "launch.h"
 #include "layout.cuh"
+#include "low_latency.cuh"
 #include "pool.cuh"
 
 namespace mt {
@@ -37,7 +38,7 @@ const char* mt_error_text(int code) { return MT_RT(GetErrorString)(static_cast<M
 
 int mt_abi(int64_t* sizes, int count) {
   const int64_t known[] = {sizeof(MtChannel), sizeof(MtLayout), sizeof(MtLayoutCall), sizeof(MtDispatchCall),
-                           sizeof(MtCombineCall), sizeof(MtReduceCall), sizeof(MtBarrierCall), sizeof(MtState),
+                           sizeof(MtCombineCall), sizeof(MtReduceCall), sizeof(MtBarrierCall), sizeof(MtState), sizeof(MtBlocksCall),
                            static_cast<int64_t>(MT_CONTROL_BYTES), static_cast<int64_t>(MT_AT_STATE)};
   const int number = sizeof(known) / sizeof(known[0]);
   for (int i = 0; i < number && i < count; ++i) sizes[i] = known[i];
@@ -170,6 +171,36 @@ int mt_reduce(const MtReduceCall* call, void* stream) {
   if (call->dtype == 0) return mt::launch_reduce<mt_bf16>(*call, on);
   if (call->dtype == 1) return mt::launch_reduce<mt_half>(*call, on);
   return mt::launch_reduce<float>(*call, on);
+}
+
+int mt_blocks_send(const MtBlocksCall* given, int kind, int sms, void* stream) {
+  const MtBlocksCall& call = *given;
+  const mt::Stream on = mt::stream_of(stream);
+  if (kind == 1) {
+    const int parts = sms / call.num_local > 1 ? sms / call.num_local : 1;
+    mt::combine_low_latency_send_impl<<<call.num_local * parts, 512, call.num_local * 4, on>>>(call);
+    return mt::launched();
+  }
+  const int blocks = call.num_tokens > 0 ? call.num_tokens : 1;
+  if (call.dtype == 0) mt::dispatch_low_latency_send_impl<mt_bf16><<<blocks, 256, 0, on>>>(call);
+  else if (call.dtype == 1) mt::dispatch_low_latency_send_impl<mt_half><<<blocks, 256, 0, on>>>(call);
+  else mt::dispatch_low_latency_send_impl<float><<<blocks, 256, 0, on>>>(call);
+  return mt::launched();
+}
+
+int mt_blocks_recv(const MtBlocksCall* given, int kind, int sms, void* stream) {
+  const MtBlocksCall& call = *given;
+  const mt::Stream on = mt::stream_of(stream);
+  if (kind == 0) {
+    const int parts = sms / call.num_local > 1 ? sms / call.num_local : 1;
+    mt::dispatch_low_latency_recv_impl<<<call.num_local * parts, 512, call.channel.num_ranks * call.max_tokens * 4, on>>>(call);
+    return mt::launched();
+  }
+  const int blocks = call.num_tokens > 0 ? call.num_tokens : 1;
+  if (call.dtype == 0) mt::combine_low_latency_recv_impl<mt_bf16, 8><<<blocks, 256, 0, on>>>(call);
+  else if (call.dtype == 1) mt::combine_low_latency_recv_impl<mt_half, 8><<<blocks, 256, 0, on>>>(call);
+  else mt::combine_low_latency_recv_impl<float, 4><<<blocks, 256, 0, on>>>(call);
+  return mt::launched();
 }
 
 int mt_barrier(const MtBarrierCall* call, void* stream) {

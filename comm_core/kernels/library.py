@@ -15,8 +15,8 @@ from comm_core.kernels import build
 from comm_core.runtime.errors import CommError
 
 MAX_RANKS, MAX_TOPK, MAX_LOCAL_EXPERTS, MAX_POOLS = 64, 32, 768, 64
-CHUNK, TOKENS = 512, 256
-CONTROL, RING, POOL = 0, 1, 2
+CHUNK, TOKENS, HEADER_WORDS = 512, 256, 128
+CONTROL, RING, POOL, BLOCKS, SEGMENTS = 0, 1, 2, 3, 4
 # Words of the record of a layout and of the fault record: see abi.h.
 REC_SEQ, REC_STATUS, REC_DIFFERENT, REC_ROWS, REC_EXPANDED, REC_TABLES = 0, 1, 2, 3, 4, 8
 FAULT_SET, FAULT_PEER, FAULT_NUMBER, FAULT_DIFFERENT, FAULT_WORDS = 0, 1, 2, 3, 16
@@ -67,15 +67,34 @@ ReduceCall = _struct(
     "ReduceCall", layout=Layout, **_pointers("x", "rows", "weights", "lane_weights"),
     hidden=_I32, dtype=_I32, weight_words=_I32, num_ranks=_I32, num_sms=_I32, threads=_I32,
 )  # fmt: skip
+BlocksPlaces = _struct(
+    "BlocksPlaces", **_pointers("headers", "done", "ids", "begins", "rows", "answers", "row_bytes", "answer_rows")
+)
+BlocksCall = _struct(
+    "BlocksCall", channel=Channel, places=BlocksPlaces, lent=Place,
+    **_pointers(
+        "x", "topk_idx", "topk_weights", "positions", "seq", "out_x", "out_scales", "src_info", "ranges", "counts",
+        "stats",
+    ),
+    scale_expert_stride=_I64, scale_col_stride=_I64, hash=_U32, status=_U32, is_lent=_U32,
+    **dict.fromkeys(
+        (
+            "num_tokens", "num_topk", "num_local", "max_tokens", "height", "hidden", "dtype", "fp8", "scale_words",
+        ),
+        _I32,
+    ),
+)  # fmt: skip
 BarrierCall = _struct("BarrierCall", channel=Channel, hash=_U32, status=_U32)
-State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, differed=_U32)
-AT_STATE = 2 * MAX_RANKS * 128 * 4 + MAX_RANKS * 4
+State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, differed=_U32,
+    blocks_seq=_U32 * 2,
+)  # fmt: skip
+AT_STATE = 2 * MAX_RANKS * HEADER_WORDS * 4 + MAX_RANKS * 4
 AT_PEERS = AT_STATE + 4096
-CONTROL_BYTES = AT_PEERS + 8 * 3 * MAX_RANKS
+CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS
 _SIZES = [
     *(
         ctypes.sizeof(t)
-        for t in (Channel, Layout, LayoutCall, DispatchCall, CombineCall, ReduceCall, BarrierCall, State)
+        for t in (Channel, Layout, LayoutCall, DispatchCall, CombineCall, ReduceCall, BarrierCall, State, BlocksCall)
     ),
     CONTROL_BYTES,
     AT_STATE,
@@ -186,6 +205,11 @@ class Library:
         """Launches an operation: "layout", "dispatch", "combine", "reduce" or "barrier" with its struct."""
         assert name in self._calls, name
         self._checked(f"mt_{name}", ctypes.byref(call), _U64(stream))
+
+    def launch_half(self, half: str, call: ctypes.Structure, kind: int, sms: int, stream: int) -> None:
+        """Launches the first ("send") or second ("recv") half of a low-latency dispatch (0) or combine (1)."""
+        assert half in ("send", "recv"), half
+        self._checked(f"mt_blocks_{half}", ctypes.byref(call), _I32(kind), _I32(sms), _U64(stream))
 
     def _made(self, function: str, *args: object) -> int:
         out = ctypes.c_void_p()

@@ -29,6 +29,11 @@ __device__ __forceinline__ void copy_row(const char* from, int row_bytes, int nu
   }
 }
 
+struct OneTarget {
+  char* to;
+  __device__ __forceinline__ char* operator()(int) const { return to; }
+};
+
 template <typename VEC>
 __device__ __forceinline__ void clear_row(char* to, int row_bytes) {
   const VEC zero = {};

@@ -20,7 +20,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class PeerMemory:
-    """Up to three segments a rank (control, ring, pool), and where those of the others lie in this process.
+    """Segments of a rank (control, ring, pool, blocks), and where those of the others lie in this process.
 
     Args:
         library: allocates and opens.
@@ -37,8 +37,8 @@ class PeerMemory:
     def __init__(self, library: Library, device: int, rank: int, num_ranks: int, gather: Gather) -> None:
         self._library, self._device, self._rank, self._num_ranks = library, device, rank, num_ranks
         self._gather = gather
-        self._bases: list[list[int]] = [[0] * num_ranks for _ in range(3)]
-        self.sizes = [0, 0, 0]
+        self._bases: list[list[int]] = [[0] * num_ranks for _ in range(abi.SEGMENTS)]
+        self.sizes = [0] * abi.SEGMENTS
         self.peers = 0
         self.make(abi.CONTROL, abi.CONTROL_BYTES)
         self.peers = self.base(abi.CONTROL) + abi.AT_PEERS
@@ -86,7 +86,7 @@ class PeerMemory:
     def close(self, *, collective: bool) -> None:
         """Frees everything. Without the other ranks the memory stays until the process ends: they may read it."""
         if collective:
-            for which in (abi.POOL, abi.RING, abi.CONTROL):
+            for which in reversed(range(abi.SEGMENTS)):
                 self.drop(which)
 
     def _allocated(self, num_bytes: int) -> tuple[int, bytes]:

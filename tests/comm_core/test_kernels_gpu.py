@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm_core import ElasticBuffer
+from comm_core import ElasticBuffer, fp8
+from comm_core.backends.base import BlocksJob
 from comm_core.kernels import build
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError, PeerTimeout, UsageError
@@ -169,6 +170,117 @@ def _lent(rank: int, seed: int) -> list[str]:
 
 def test_symmetric_tensors_are_sent_without_a_copy(fresh_random_data: int) -> None:
     assert run_ranks(2, _lent, fresh_random_data, timeout=120) == [[], []]
+
+
+def _blocks_job(rank: int, x: torch.Tensor, ids: torch.Tensor, bound: int, experts: int, fp8: int) -> BlocksJob:
+    """A low-latency dispatch with fresh outputs, all of them poisoned."""
+    num_ranks = dist.get_world_size()
+    local, height, hidden = experts // num_ranks, bound * num_ranks, x.shape[1]
+    new = {"device": x.device, "dtype": torch.int32}
+    words = 0 if not fp8 else -(-hidden // 512) if fp8 == 3 else -(-hidden // 128)
+    scales = None
+    if fp8:
+        kind = torch.int32 if fp8 == 3 else torch.float32
+        scales = torch.zeros(local, words, height, device=x.device, dtype=kind).transpose(1, 2)
+    return BlocksJob(
+        settings={"num_experts": experts, "hidden": hidden, "num_max_tokens_per_rank": bound, "num_scales": fp8},
+        x=x,
+        topk_idx=ids,
+        max_tokens=bound,
+        height=height,
+        out_x=torch.full((local, height, hidden * (1 if fp8 else 2)), 255, device=x.device, dtype=torch.uint8),
+        src_info=torch.full((local, height), -9, **new),
+        ranges=torch.zeros(local, num_ranks, device=x.device, dtype=torch.int64),
+        counts=torch.full((local,), -9, **new),
+        positions=torch.full(ids.shape, -9, **new),
+        seq=torch.zeros(2, **new),
+        fp8=fp8,
+        out_scales=scales,
+    )
+
+
+def _blocks_wrong(rank: int, job: BlocksJob, xs: list[torch.Tensor], all_ids: list[torch.Tensor]) -> list[str]:
+    """What a dispatch got wrong, expert by expert."""
+    bad = []
+    for e in range(job.num_local):
+        wanted = [
+            (s, t) for s, ids in enumerate(all_ids) for t in (ids == rank * job.num_local + e).any(1).nonzero()[:, 0]
+        ]
+        count = len(wanted)
+        if int(job.counts[e]) != count or job.src_info[e, :count].tolist() != [t for _, t in wanted]:
+            bad.append(f"expert {e}: counts or sources")
+            continue
+        if not count:
+            continue
+        rows = torch.stack([xs[s][t] for s, t in wanted])
+        if job.fp8:
+            rows, scales = fp8.per_token_cast(rows, round_scale=job.fp8 > 1, packed=job.fp8 == 3)
+            assert job.out_scales is not None
+            if not torch.equal(job.out_scales[e, :count].contiguous(), scales):
+                bad.append(f"expert {e}: scales")
+        if not torch.equal(job.out_x[e, :count], rows.view(torch.uint8)):
+            bad.append(f"expert {e}: rows")
+    return bad
+
+
+def _low_latency(rank: int, seed: int) -> list[str]:
+    """Dispatch and combine of several shapes, two outstanding, and a replayed graph of both with new data."""
+    device, bad, num_ranks = _device(rank), [], dist.get_world_size()
+    bound, hidden, topk, experts = 32, 1152, 4, 4 * num_ranks
+    rng = random.Random(seed)
+    with _buffer(rank) as buffer:
+        backend: Any = buffer._backend
+
+        def draw() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+            torch.manual_seed(rng.randrange(2**31))
+            tokens = [rng.randrange(bound + 1) for _ in range(num_ranks)]
+            xs = [torch.randn(n, hidden, device=device).bfloat16() * 3 for n in tokens]
+            ids = [torch.rand(n, experts, device=device).topk(topk, -1)[1] for n in tokens]
+            ids = [item.masked_fill(torch.rand(item.shape, device=device) < 0.2, -1) for item in ids]
+            return xs, ids, [torch.rand(n, topk, device=device) for n in tokens]
+
+        def back(job: BlocksJob, weights: torch.Tensor) -> tuple[BlocksJob, torch.Tensor]:
+            rows = torch.randn(job.num_local, job.height, hidden, device=device).bfloat16()
+            out = torch.full((job.topk_idx.shape[0], hidden), float("nan"), device=device, dtype=torch.bfloat16)
+            return replace(job, x=rows, out_x=out, out_scales=None, fp8=0, weights=weights), rows
+
+        for turn in range(12):
+            kind = turn % 4
+            sets = [draw(), draw()]
+            jobs = [_blocks_job(rank, xs[rank], ids[rank], bound, experts, kind) for xs, ids, _ in sets]
+            halves = [backend.blocks_dispatch(job) for job in jobs]
+            for half in halves:
+                half().current_stream_wait()
+            for job, (xs, ids, _) in zip(jobs, sets, strict=True):
+                bad += [f"turn {turn}, {line}" for line in _blocks_wrong(rank, job, xs, ids)]
+            for job, (_, ids, weights) in zip(jobs, sets, strict=True):
+                answer, rows = back(job, weights[rank])
+                backend.blocks_combine(answer)().current_stream_wait()
+                everything = [torch.empty_like(rows.cpu()) for _ in range(num_ranks)]
+                dist.all_gather(everything, rows.cpu())
+                if not torch.equal(answer.out_x.cpu(), _weighed(rank, job, ids, everything, weights[rank].cpu())):
+                    bad.append(f"turn {turn}: combine")
+    return bad
+
+
+def _weighed(
+    rank: int, job: BlocksJob, ids: list[torch.Tensor], rows: list[torch.Tensor], weights: torch.Tensor
+) -> torch.Tensor:
+    """The definition of a low-latency combine: weight times row, lane by lane, in fp32, rounded once."""
+    mine = ids[rank].cpu()
+    total = torch.zeros(mine.shape[0], rows[0].shape[2])
+    for token in range(mine.shape[0]):
+        for lane, e in enumerate(mine[token].tolist()):
+            if e < 0:
+                continue
+            before = sum(int((item == e).any(1).sum()) for item in ids[:rank]) + int((mine[:token] == e).any(1).sum())
+            total[token] += rows[e // job.num_local][e % job.num_local, before].float() * weights[token, lane]
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_low_latency_calls(num_ranks: int, fresh_random_data: int) -> None:
+    assert run_ranks(num_ranks, _low_latency, fresh_random_data, timeout=120) == [[]] * num_ranks
 
 
 def _late(rank: int, num_late: int) -> str:

@@ -1,0 +1,195 @@
+"""The low-latency calls on the gpu backend: fixed shapes, no host wait, two halves, replayable in a graph as they are.
+
+A call's first half lays down what this rank sends and tells the others; its second half reads. The memory of a call is
+used again two calls later, so two results of each kind may be outstanding. Kernels: kernels/low_latency.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from comm_core.backends.base import BlocksJob
+from comm_core.backends.gpu_channel import GpuChannel
+from comm_core.event import EventHandle
+from comm_core.kernels import library as abi
+from comm_core.layout import align
+from comm_core.runtime import device as devices
+from comm_core.runtime.errors import UsageError
+
+DISPATCH, COMBINE = 0, 1
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HEADER_BYTES = 2 * 2 * abi.MAX_RANKS * abi.HEADER_WORDS * 4
+_ALIGNMENT = 256
+# Blocks of the kernels that share the experts out; all of them must fit on the device at once.
+_BLOCKS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides where things lie; the same on all ranks.
+
+    Attributes:
+        max_tokens: bound of tokens a rank.
+        num_topk, num_local: lanes of a token, experts of a rank.
+        row_bytes: of a row sent, scales included.
+        answer_bytes: of a row that comes back.
+    """
+
+    max_tokens: int
+    num_topk: int
+    num_local: int
+    row_bytes: int
+    answer_bytes: int
+
+    def places(self, num_ranks: int) -> tuple[Any, int]:
+        """(offsets for the kernels, bytes of the segment)."""
+        answer_rows = self.max_tokens * num_ranks * min(self.num_topk, self.num_local)
+        sizes = {
+            "headers": _HEADER_BYTES,
+            "done": 2 * abi.MAX_RANKS * 4,
+            "ids": 2 * num_ranks * self.max_tokens * self.num_topk * 4,
+            "begins": 2 * num_ranks * self.num_local * 4,
+            "rows": 2 * self.max_tokens * self.row_bytes,
+            "answers": 2 * answer_rows * self.answer_bytes,
+        }
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name], end = end, end + align(size, _ALIGNMENT)
+        return abi.BlocksPlaces(**offsets, row_bytes=self.row_bytes, answer_rows=answer_rows), end
+
+
+def beyond(num_topk: int, num_local: int, hidden: int, height: int) -> str | None:
+    """Why the kernels can not carry out calls of these sizes; None where they can."""
+    if num_topk > abi.MAX_TOPK or num_local > abi.MAX_LOCAL_EXPERTS:
+        return f"more than {abi.MAX_TOPK} lanes or {abi.MAX_LOCAL_EXPERTS} experts on a rank"
+    if hidden % 16:
+        return "hidden is not a multiple of 16"
+    return "more than 8,192 rows a block" if height > 8192 else None
+
+
+class GpuBlocks:
+    """Low-latency calls of one channel.
+
+    Args:
+        channel: whose ranks take part.
+    """
+
+    def __init__(self, channel: GpuChannel) -> None:
+        self._channel = channel
+        self._shape: Shape | None = None
+        self._places: Any = None
+        self._open = 0
+
+    def dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """Launches the first half; the function returned launches the second and gives its event."""
+        channel = self._channel
+        channel.check_alive()
+        esize, words = job.x.element_size(), 0 if job.out_scales is None else job.out_scales.shape[2]
+        row_bytes = align(job.hidden + 4 * words if job.fp8 else job.hidden * esize, 16)
+        shape = Shape(job.max_tokens, job.num_topk, job.num_local, row_bytes, job.hidden * esize)
+        self._prepare(shape, job)
+        return self._halves(DISPATCH, job, None)
+
+    def combine(self, job: BlocksJob) -> Callable[[], EventHandle]:
+        """The same for a combine."""
+        channel = self._channel
+        channel.check_alive()
+        assert self._shape is not None, "a combine follows a dispatch"
+        if (self._shape.max_tokens, self._shape.num_topk) != (job.max_tokens, job.num_topk):
+            raise UsageError(
+                f"a combine of {job.max_tokens} tokens and {job.num_topk} lanes",
+                allowed=f"those of the last dispatch, {self._shape.max_tokens} and {self._shape.num_topk}",
+                fix="combine before a dispatch of another shape",
+            )
+        pool = channel.pool
+        return self._halves(COMBINE, job, None if pool is None else pool.place_of(job.x))
+
+    def _prepare(self, shape: Shape, job: BlocksJob) -> None:
+        """Makes room for a new shape: all ranks meet, as kernels may be using the old places."""
+        if shape == self._shape:
+            return
+        channel = self._channel
+        if self._open:
+            raise UsageError(
+                f"a low-latency dispatch of another shape with {self._open} results outstanding",
+                allowed="none",
+                fix="call their hooks first",
+            )
+        places, num_bytes = shape.places(channel.num_ranks)
+        grows = channel.memory.sizes[abi.BLOCKS] < num_bytes
+        if devices.is_capturing(channel.device) or (grows and channel.capturing_used):
+            raise UsageError(
+                "a low-latency dispatch of a new shape in or after a captured graph",
+                allowed="one of a shape that was used before",
+                fix="make one call before capturing",
+            )
+        channel.meet_in_call("dispatch", job.settings)
+        if grows:
+            channel.replace(abi.BLOCKS, num_bytes)
+            channel.restart_blocks()
+        else:
+            channel.quiesce()
+        self._shape, self._places = shape, places
+
+    def _halves(self, kind: int, job: BlocksJob, lent: Any) -> Callable[[], EventHandle]:
+        channel, queue = self._channel, self._channel.data_queue
+        number, hashed = channel.number("combine" if kind else "dispatch", job.settings, job.problem)
+        call = self._call(kind, job, number, hashed, lent)
+        tensors = [item for item in job.tensors() if item is not None]
+        library = channel.library
+
+        def launch(half: str) -> EventHandle:
+            stream = devices.raw_stream(queue.stream)
+            return queue.submit(
+                lambda: library.launch_half(half, call, kind, _BLOCKS, stream),
+                after=job.after if half == "send" else (),
+                tensors=tensors,
+                on_failure=channel.note_failure,
+            )
+
+        if devices.is_capturing(channel.device):
+            channel.capturing_used = True
+        launch("send")
+        self._open += 1
+
+        def second() -> EventHandle:
+            self._open -= 1
+            return launch("recv")
+
+        return second
+
+    def _call(self, kind: int, job: BlocksJob, number: int, hashed: int, lent: Any) -> Any:
+        scales = job.out_scales
+        return abi.BlocksCall(
+            channel=self._channel.header(number),
+            places=self._places,
+            lent=lent or abi.Place(),
+            x=job.x.data_ptr(),
+            topk_idx=job.topk_idx.data_ptr(),
+            topk_weights=0 if job.weights is None else job.weights.data_ptr(),
+            positions=job.positions.data_ptr(),
+            seq=job.seq.data_ptr() + 4 * kind,
+            out_x=job.out_x.data_ptr(),
+            out_scales=0 if scales is None else scales.data_ptr(),
+            src_info=job.src_info.data_ptr(),
+            ranges=job.ranges.data_ptr(),
+            counts=job.counts.data_ptr(),
+            stats=0 if job.stats is None else job.stats.data_ptr(),
+            scale_expert_stride=0 if scales is None else scales.stride(0),
+            scale_col_stride=0 if scales is None else scales.stride(2),
+            hash=hashed,
+            is_lent=lent is not None,
+            num_tokens=job.topk_idx.shape[0],
+            num_topk=job.num_topk,
+            num_local=job.num_local,
+            max_tokens=job.max_tokens,
+            height=job.height,
+            hidden=job.hidden,
+            dtype=_DTYPES.index(job.x.dtype),
+            fp8=job.fp8,
+            scale_words=0 if scales is None else scales.shape[2],
+        )
