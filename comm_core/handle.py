@@ -121,7 +121,7 @@ class EPHandle:
     @property
     def num_expanded_tokens(self) -> int:
         """Expanded rows, alignment gaps included; the worst case without a host wait."""
-        return self._worst(True) if self.static_bound else self.layout.recv.num_expanded
+        return self._worst(True) if self.static_bound else sum(self._aligned())
 
     @property
     def num_recv_rows(self) -> int:

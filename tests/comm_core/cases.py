@@ -171,11 +171,11 @@ def send(
 def poison(wanted: bool) -> Iterator[None]:
     """New tensors of torch hold NaN, or the largest number, until they are written: torch's own debugging aid."""
     if wanted:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms imports the compiler: a second a rank
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def run(buffer: ElasticBuffer, case: Case) -> list[str]:
