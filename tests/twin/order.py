@@ -90,9 +90,7 @@ class Order:
             clock = learn(dict(self.streams.get(owner, {})), self.host)
             for item in list(self._accesses):
                 if _overlap(item.span, gone) and item.stream not in {owner, *recorded} and not _knows(clock, item):
-                    self.fail(
-                        f"memory of stream {owner:#x} is freed while {_told(item)}; record_stream was not called for that stream"
-                    )
+                    self.fail(f"memory of stream {owner:#x} is freed, not recorded on another: {_told(item)}")
             self._accesses = [item for item in self._accesses if not _overlap(item.span, gone)]
 
     def fail(self, text: str) -> None:

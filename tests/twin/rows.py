@@ -62,9 +62,7 @@ class _Outputs:
         self.idx = words(call.out_idx, rows * self._lanes, np.int64).reshape(rows, -1) if call.out_idx else None
         self.weights = None
         if call.out_weights:
-            self.weights = words(call.out_weights, rows * per_row * words_a_weight).reshape(
-                rows, per_row, words_a_weight
-            )
+            self.weights = words(call.out_weights, rows * per_row * per_weight).reshape(rows, per_row, per_weight)
 
     def put(self, row: int, targets: list[int], token: int, ids: np.ndarray, sources: dict[str, int]) -> None:
         """One received row: to its plain row, or to the expanded row of each lane."""
