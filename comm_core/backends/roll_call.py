@@ -17,6 +17,7 @@ from typing import Any
 
 # A failure spreads in milliseconds: the first rank to leave closes its connections to the others.
 _GRACE, _PAUSE = 1.0, 0.01
+_FAILED = "failed in "
 
 
 class RollCall:
@@ -55,13 +56,15 @@ class RollCall:
             names = " or ".join(f"rank {peer}" for peer in self._others)
             return f"{names} (the store that could tell which is gone too)"
         silent = [f"rank {peer}" for peer in self._others if peer not in found]
-        gave_up = [f"rank {peer}, which {text}" for peer, text in found.items() if text != where]
-        return ", ".join(silent + gave_up) or " or ".join(f"rank {peer}" for peer in self._others)
+        gave_up = [f"rank {peer}, which {text}" for peer, text in found.items() if not text.startswith(_FAILED)]
+        # Others that failed are no reason, unless there is no better one.
+        elsewhere = [f"rank {peer}, which {text}" for peer, text in found.items() if text != _FAILED + where]
+        return ", ".join(silent + gave_up or elsewhere) or " or ".join(f"rank {peer}" for peer in self._others)
 
     def _ask(self, where: str) -> dict[int, str] | None:
         if self._store is None:
             return None
-        self.say(where)
+        self.say(_FAILED + where)
         end, found = time.monotonic() + _GRACE, dict[int, str]()
         while True:
             for peer in self._others:

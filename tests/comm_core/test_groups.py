@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -93,16 +94,23 @@ class _Gone:
         raise RuntimeError("connection reset by peer")
 
 
+def _asked(store: Any, *here: int, where: str = "combine (call 7)") -> list[str]:
+    """What some of four ranks answer that fail at the same time."""
+    with ThreadPoolExecutor(4) as ranks:
+        return list(ranks.map(lambda rank: RollCall(store, rank, 4).missing(where), here))
+
+
 def test_who_is_missing() -> None:
+    assert _asked(dist.HashStore(), 0, 1, 3) == ["rank 2"] * 3
     store = dist.HashStore()
-    first, second, third = (RollCall(store, rank, 4) for rank in range(3))
-    second.say("has given up (ValueError: planted)")
-    second.say("a later word")
-    third.say("combine (call 7)")
-    said = first.missing("combine (call 7)")
-    assert said == "rank 3, rank 1, which has given up (ValueError: planted)"
-    RollCall(store, 3, 4).say("combine (call 7)")
-    assert third.missing("combine (call 7)") == "rank 1, which has given up (ValueError: planted)"
+    RollCall(store, 1, 4).say("has given up (ValueError: planted)")
+    RollCall(store, 1, 4).say("a later word")
+    assert _asked(store, 0, 2) == ["rank 3, rank 1, which has given up (ValueError: planted)"] * 2
+    assert _asked(store, 3, where="dispatch (call 7)") == ["rank 1, which has given up (ValueError: planted)"]
+    # All are there, but not at the same call.
+    store = dist.HashStore()
+    assert _asked(store, 0, 1, 2) == ["rank 3"] * 3
+    assert _asked(store, 3, where="barrier (call 9)")[0].startswith("rank 0, which failed in combine (call 7), rank 1")
 
 
 @pytest.mark.parametrize("store", [None, _Gone(False), _Gone(True)], ids=["none", "gone", "gone silently"])
