@@ -254,7 +254,8 @@ class CommQueue:
                 tensor.record_stream(self._stream)
             return
         # By reference instead: the allocator then needs no event of its own, and a peak of memory is not prolonged.
-        while self._held and self._held[0][0].query():
+        # (While a graph is recorded, no event may be asked.)
+        while self._held and not devices.is_capturing(self.device) and self._held[0][0].query():
             self._held.popleft()
         self._held.append((done, tuple(tensors)))
 

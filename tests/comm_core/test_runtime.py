@@ -102,7 +102,7 @@ class _FakeDevice:
     """Stands for comm_core.runtime.device: streams whose events are complete when the test says so."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done = self.capturing = False
         self.recorded: list[Any] = []
 
     def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
@@ -113,6 +113,9 @@ class _FakeDevice:
 
     def use_stream(self, device: torch.device, stream: Any) -> Any:
         return contextlib.nullcontext()
+
+    def is_capturing(self, device: torch.device) -> bool:
+        return self.capturing
 
     def new_event(self, device: torch.device) -> Any:
         return SimpleNamespace(record=lambda stream: None, query=lambda: self.done)
@@ -138,7 +141,10 @@ def test_record_stream_can_be_avoided(avoid: str, monkeypatch: pytest.MonkeyPatc
     assert (alive() is not None) == (avoid == "1")
     queue.submit(lambda: None)
     assert (alive() is not None) == (avoid == "1"), "the work is not done yet"
-    fake.done = True
+    fake.done = fake.capturing = True
+    queue.submit(lambda: None)
+    assert (alive() is not None) == (avoid == "1"), "an event may not be asked now"
+    fake.capturing = False
     queue.submit(lambda: None)
     assert alive() is None
 
