@@ -109,10 +109,18 @@ class Lane:
 
 
 class Device:
-    """What the process knows of the played devices: streams by their handles, the current ones."""
+    """What the process knows of the played devices: streams by their handles, the current ones.
+
+    Attributes:
+        order: what was ordered by what.
+        count: number of devices.
+        handle: name of the attribute of a stream that holds its handle.
+        index: of the current device.
+        waits: False plants a fault: streams wait for no event.
+    """
 
     def __init__(self, count: int, handle: str) -> None:
-        self.order, self.count, self.handle = Order(), count, handle
+        self.order, self.count, self.handle, self.waits = Order(), count, handle, True
         self.index = 0
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._handles = itertools.count(0x7000_0000_1000, 0x40)
@@ -206,11 +214,11 @@ class Stream:
         return self._device.lane(self.device.index, self._handle)
 
     def wait_event(self, event: Event) -> None:
-        if event.point is not None:
+        if event.point is not None and self._device.waits:
             self.lane.wait_for(event.point)
 
     def wait_stream(self, stream: Stream) -> None:
-        self.lane.wait_for(stream.lane.mark())
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._device)
