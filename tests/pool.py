@@ -69,8 +69,12 @@ class Pool:
         while len(self._ranks) < num_ranks:
             self._start()
         ranks = self._ranks[:num_ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            answers = self._answers(ranks, str(Path(folder) / "store"), fn, args, timeout)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                answers = self._answers(ranks, str(Path(folder) / "store"), fn, args, timeout)
+        except BaseException:  # interrupted, by the timeout of a test perhaps: answers are still to come
+            self._drop(num_ranks)
+            raise
         problem = failure(answers, num_ranks, lambda rank: self._ended(ranks[rank][0]))
         if problem is not None:
             self._drop(num_ranks)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +29,7 @@ def _fail(rank: int) -> None:
 
 
 def _end(rank: int) -> object:
+    dist.barrier()
     if rank == 1:
         os._exit(7)
     return (lambda: None) if rank == 2 else None  # which can not be pickled
@@ -71,6 +74,21 @@ def test_every_failed_rank_is_reported_and_replaced(pool: Pool) -> None:
     again = pool.run(3, _sum, 0)
     assert [value for value, _ in again] == [3, 3, 3]
     assert not {process for _, process in again} & set(before)
+
+
+def test_a_call_that_is_interrupted_leaves_no_answers_behind(pool: Pool) -> None:
+    def ring(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    pool.run(2, _sum, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, _hang)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [value for value, _ in pool.run(2, _sum, 1)] == [3, 3]
 
 
 def test_one_pool_a_process() -> None:

@@ -26,7 +26,7 @@ from tests.comm_core import cases
 from tests.comm_core.leftovers import NOTHING, left_behind
 from tests.dist import run_ranks
 
-TIMEOUT, SURVIVORS = 1.5, (0, 1)
+TIMEOUT, SURVIVORS = 2.5, (0, 1)
 # What each operation is called in messages, by the step at which the rank stops.
 STEPS = {
     "settings": "dispatch (call 2)",
