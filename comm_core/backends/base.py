@@ -303,6 +303,10 @@ class Backend(Protocol):
         """This rank has left a call in which others may wait for it: they are told, later calls raise here."""
         ...
 
+    def blocks_fit(self, num_topk: int, num_local: int, hidden: int, height: int) -> bool:
+        """True where `blocks_dispatch` and `blocks_combine` can carry out calls of these sizes."""
+        ...
+
     def blocks_dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
         """Sends; the function returned receives, where `Capabilities.low_latency`."""
         ...

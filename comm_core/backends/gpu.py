@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from comm_core.backends import gpu_blocks
 from comm_core.backends.base import BlocksJob, Capabilities, LayoutJob, MoveJob, Region
 from comm_core.backends.gpu_blocks import GpuBlocks
 from comm_core.backends.gpu_channel import GpuChannel
@@ -201,6 +202,10 @@ class GpuBackend:
                 channel.library.launch("combine", call, ring.stream)
 
         return self._submit(job, launch, [layout.memory, layout.kept])
+
+    def blocks_fit(self, num_topk: int, num_local: int, hidden: int, height: int) -> bool:
+        """True for sizes that the low-latency kernels take."""
+        return gpu_blocks.fit(num_topk, num_local, hidden, height)
 
     def blocks_dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
         """Launches the first half of a low-latency dispatch; the function returned launches the second."""

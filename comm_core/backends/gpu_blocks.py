@@ -26,6 +26,7 @@ _HEADER_BYTES = 2 * 2 * abi.MAX_RANKS * abi.HEADER_WORDS * 4
 _ALIGNMENT = 256
 # Blocks of the kernels that share the experts out; all of them must fit on the device at once.
 _BLOCKS = 128
+_MAX_HEIGHT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,11 @@ class Shape:
         return abi.BlocksPlaces(**offsets, row_bytes=self.row_bytes, answer_rows=answer_rows), end
 
 
-def beyond(num_topk: int, num_local: int, hidden: int, height: int) -> str | None:
-    """Why the kernels can not carry out calls of these sizes; None where they can."""
-    if num_topk > abi.MAX_TOPK or num_local > abi.MAX_LOCAL_EXPERTS:
-        return f"more than {abi.MAX_TOPK} lanes or {abi.MAX_LOCAL_EXPERTS} experts on a rank"
-    if hidden % 16:
-        return "hidden is not a multiple of 16"
-    return "more than 8,192 rows a block" if height > 8192 else None
+def fit(num_topk: int, num_local: int, hidden: int, height: int) -> bool:
+    """True for sizes that the kernels take: lists of a block's rows lie in 32 KiB, rows are moved by 16 bytes."""
+    return (
+        num_topk <= abi.MAX_TOPK and num_local <= abi.MAX_LOCAL_EXPERTS and hidden % 16 == 0 and height <= _MAX_HEIGHT
+    )
 
 
 class GpuBlocks:
@@ -88,10 +87,8 @@ class GpuBlocks:
         """Launches the first half; the function returned launches the second and gives its event."""
         channel = self._channel
         channel.check_alive()
-        esize, words = job.x.element_size(), 0 if job.out_scales is None else job.out_scales.shape[2]
-        row_bytes = align(job.hidden + 4 * words if job.fp8 else job.hidden * esize, 16)
-        shape = Shape(job.max_tokens, job.num_topk, job.num_local, row_bytes, job.hidden * esize)
-        self._prepare(shape, job)
+        row_bytes = job.hidden * job.x.element_size()  # FP8 with its scales takes less: both have one shape
+        self._prepare(Shape(job.max_tokens, job.num_topk, job.num_local, row_bytes, row_bytes), job)
         return self._halves(DISPATCH, job, None)
 
     def combine(self, job: BlocksJob) -> Callable[[], EventHandle]:

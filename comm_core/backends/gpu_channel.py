@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -29,6 +30,7 @@ from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library, load
 from comm_core.layout import align
 from comm_core.runtime import device as devices
+from comm_core.runtime import env
 from comm_core.runtime.errors import ClosedError, CommError, MTMoEError, PeerTimeout, UnavailableError, UsageError
 from comm_core.shmem.ipc import PeerMemory
 
@@ -81,6 +83,7 @@ class GpuChannel(Channel):
 
     Attributes:
         library: the kernels.
+        device_timeout: bound of the kernels' waits in seconds (EP_GPU_TIMEOUT_SECS, else the buffer's).
         memory: segments of the ranks.
         blocks: the low-latency calls.
         pool: symmetric tensors, where they were asked for.
@@ -95,6 +98,10 @@ class GpuChannel(Channel):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         super().__init__(group, device, timeout)
         self.issued = 0
+        self.device_timeout = env.device_timeout_seconds() or timeout
+        self._comparing = False
+        # Ids of the last layouts: a mistake in them may be found after their handle is gone.
+        self.recent_ids: deque[torch.Tensor] = deque(maxlen=8)
         self.capturing_used = False
         self.pool: SymmetricPool | None = None
         self.blocks: Any = None  # GpuBlocks, which the first backend of the channel makes
@@ -152,7 +159,7 @@ class GpuChannel(Channel):
             state=self._state,
             peers=self.memory.peers,
             fault=self.fault.device,
-            timeout_ticks=int(self.timeout * self.ticks_per_second),
+            timeout_ticks=int(self.device_timeout * self.ticks_per_second),
             rank=self.rank,
             num_ranks=self.num_ranks,
             number=number,
@@ -192,6 +199,8 @@ class GpuChannel(Channel):
     def check_alive(self) -> None:
         """Raises where a wait of a kernel ended in vain, or where an earlier call turned out to be wrong."""
         super().check_alive()
+        if self._comparing:
+            return
         if self.fault.at[abi.FAULT_SET]:
             self._lost()
         if self.fault.at[abi.FAULT_DIFFERENT]:
@@ -203,7 +212,7 @@ class GpuChannel(Channel):
         Raises:
             PeerTimeout: a rank did not come.
         """
-        seconds = self.timeout + _GRACE_SECONDS
+        seconds = max(self.timeout, self.device_timeout) + _GRACE_SECONDS
         ended = self.library.wait_word(record.host, self.fault.host, seconds)
         if ended == 0:
             return
@@ -245,7 +254,11 @@ class GpuChannel(Channel):
 
     def _compare(self, op: str, settings: dict[str, int], problem: UsageError | None, rows: list[int]) -> None:
         """Compares a call on the host, in the control thread, where other exchanges of the control group run."""
-        self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).synchronize()
+        self._comparing = True  # the exchange asks whether the channel is alive
+        try:
+            self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).synchronize()
+        finally:
+            self._comparing = False
 
     def replace(self, which: int, num_bytes: int) -> None:
         """Replaces a segment behind `meet_in_call` (collective)."""
@@ -369,7 +382,7 @@ class GpuChannel(Channel):
         time.sleep(0)  # let other threads of this process see the fault too
         self.broken = PeerTimeout(
             f"{op} (call {number}) on rank {self.rank} of group {self.ranks} got no answer from rank {peer} within "
-            f"{self.timeout:g} s; check that every rank is alive and makes the same calls, or raise "
+            f"{self.device_timeout:g} s; check that every rank is alive and makes the same calls, or raise "
             "num_cpu_timeout_secs. The device's context is usable; close the buffer and build a new one"
         )
         raise self.broken

@@ -212,6 +212,7 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
     list_bytes = align(bound * min(channel.num_ranks, num_topk) * (1 + num_topk) * 4, 256)
     channel.make_room(abi.RING, 2 * list_bytes, job.op, job.settings)
     number, hashed = channel.number(job.op, job.settings, _id_check(job))
+    channel.recent_ids.append(job.kept)
     record = channel.take_record(abi.REC_TABLES + channel.num_ranks * (channel.num_ranks + 1) + abi.MAX_LOCAL_EXPERTS)
     queue, made = channel.data_queue, []
 

@@ -7,6 +7,7 @@ The rows of an expert are contiguous, ordered by (source rank, token); those of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,10 +28,12 @@ class BlockHandle(tuple[torch.Tensor, torch.Tensor, int, int, int]):
         topk_idx: int64 [T, num_topk], the ids sent.
         number: of the transport it was made on.
         owner: tells buffers apart.
+        fast: what the kernels of a backend keep for the combine (`fast.Kept`); None on the general way.
         staged: bf16 blocks for the next combine with zero_copy, or None.
     """
 
-    ep: EPHandle
+    ep: EPHandle | None
+    fast: Any
     topk_idx: torch.Tensor
     number: int
     owner: object

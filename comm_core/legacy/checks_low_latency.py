@@ -55,8 +55,8 @@ class DispatchArgs:
     async_finish: bool
     return_recv_hook: bool
 
-    def check(self, limits: Limits) -> None:
-        """Everything, values of topk_idx included; waits for them."""
+    def check(self, limits: Limits, *, values: bool = True) -> None:
+        """Everything; with `values` those of topk_idx included, which waits for them."""
         _one_ending(self.async_finish, self.return_recv_hook)
         if self.bound == 0:
             raise UsageError(
@@ -87,7 +87,7 @@ class DispatchArgs:
                 "one a local expert",
             )
         _cost(self.cost, limits.num_ranks)
-        problem = layout.check_ids(self.topk_idx, self.num_experts)
+        problem = layout.check_ids(self.topk_idx, self.num_experts) if values else None
         if problem is not None:
             raise problem
 
@@ -107,8 +107,8 @@ class CombineArgs:
     out: Any
     cost: Any
 
-    def check(self, device: torch.device, owner: object) -> None:
-        """Everything; waits for the values of topk_idx."""
+    def check(self, device: torch.device, owner: object, *, values: bool = True) -> None:
+        """Everything; with `values` those of topk_idx included, which waits for them."""
         _one_ending(self.async_finish, self.return_recv_hook)
         handle = self.handle
         if not isinstance(handle, BlockHandle) or handle.owner is not owner:
@@ -127,7 +127,7 @@ class CombineArgs:
             )
         ids = tensor("topk_idx", self.topk_idx, dims=2, dtypes=env.topk_idx_dtypes(), device=device)
         same_shape("topk_idx", ids, tuple(handle.topk_idx.shape), "the ids of the dispatch")
-        if bool(((ids != handle.topk_idx) & (ids >= 0)).any()):
+        if values and bool(((ids != handle.topk_idx) & (ids >= 0)).any()):
             raise UsageError("topk_idx of another routing", allowed="that of the dispatch", fix="pass it again")
         weights = tensor("topk_weights", self.topk_weights, dims=2, dtypes=(torch.float32,), device=device)
         same_shape("topk_weights", weights, tuple(ids.shape), "one weight a lane")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from comm_core import fp8
 from comm_core.event import EventHandle, EventOverlap
 from comm_core.handle import EPHandle
-from comm_core.legacy import blocks, checks_low_latency, logfmt
+from comm_core.legacy import blocks, checks_low_latency, fast, logfmt
 from comm_core.legacy import config as configs
 from comm_core.legacy.blocks import BlockHandle
 from comm_core.legacy.checks_low_latency import CombineArgs, DispatchArgs
@@ -103,6 +103,10 @@ class LowLatency:
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
         )  # fmt: skip
+        if self._is_fast(lambda: args.check(self._transport.elastic._limits, values=False), "dispatch") and (
+            fast.possible(self._transport, args)
+        ):
+            return self._fast_dispatch(args)
         start = time.time_ns()
         recv_x, counts, handle, event = self._members.attempt(lambda transport: self._dispatch(transport, args, start))
         return recv_x, counts, handle, *_ending(event, async_finish, return_recv_hook)
@@ -142,6 +146,12 @@ class LowLatency:
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats,
         )  # fmt: skip
+        if self._is_fast(lambda: args.check(self._transport.device, self._members, values=False), "combine") and (
+            args.handle.fast is not None and args.cost is None and not args.use_logfmt
+        ):
+            result = args.x.new_empty(args.topk_idx.shape[0], args.handle[3]) if out is None else out
+            second = fast.combine(self._transport, args, result)
+            return result, *_fast_ending(second, async_finish, return_recv_hook)
         start = time.time_ns()
         result, event = self._members.attempt(lambda transport: self._combine(transport, args, start))
         return result, *_ending(event, async_finish, return_recv_hook)
@@ -223,14 +233,29 @@ class LowLatency:
         self._settle(event)
         return (outs[0], outs[1]) if args.use_fp8 else outs[0], counts, handle, event
 
-    def _handle_of(self, args: DispatchArgs, ep: EPHandle, num_local: int, height: int) -> BlockHandle:
+    def _is_fast(self, check: Callable[[], object], op: str) -> bool:
+        """True where the backend has kernels for such calls and the arguments are right; a mistake raises."""
+        if self._waits or not self._transport.elastic._backend.capabilities.low_latency:
+            return False
+        self._transport.elastic._check_open()
+        self._transport.checked(check, op)
+        return True
+
+    def _fast_dispatch(self, args: DispatchArgs) -> tuple[Rows, torch.Tensor, BlockHandle, EventOverlap, Hook | None]:
+        num_local = args.num_experts // self._transport.num_ranks
+        handle = self._handle_of(args, None, num_local, self._transport.num_ranks * args.bound)
+        outs, counts, second = fast.dispatch(self._transport, args, handle)
+        rows = (outs[0], outs[1]) if args.use_fp8 else outs[0]
+        return rows, counts, handle, *_fast_ending(second, args.async_finish, args.return_recv_hook)
+
+    def _handle_of(self, args: DispatchArgs, ep: EPHandle | None, num_local: int, height: int) -> BlockHandle:
         """The handle, its first two fields still to be filled."""
         device = args.x.device
         src_info = torch.full((num_local, height), -1, dtype=torch.int32, device=device)
         ranges = torch.zeros(num_local, self._transport.num_ranks, dtype=torch.int64, device=device)
         handle = BlockHandle((src_info, ranges, args.bound, args.x.shape[1], args.num_experts))
         handle.ep, handle.topk_idx, handle.number = ep, args.topk_idx.clone(), self._members.number
-        handle.owner, handle.staged = self._members, None
+        handle.owner, handle.staged, handle.fast = self._members, None, None
         return handle
 
     def _combine(self, transport: Transport, args: CombineArgs, start: int) -> tuple[torch.Tensor, EventHandle]:
@@ -241,7 +266,7 @@ class LowLatency:
         costs = WaitCosts(transport, members.ranks, args.cost, start)
         transport.wait(costs.told)
         ep = handle.ep
-        if handle.number != members.number:
+        if ep is None or handle.number != members.number:
             ids = blocks.lane_ids(handle.topk_idx, members.ranks, self._transport.num_ranks, num_local)
             ep = transport.elastic.prepare(
                 ids, num_experts=num_local * transport.num_ranks, num_max_tokens_per_rank=handle[2] * num_topk
@@ -275,6 +300,13 @@ def _ending(event: EventHandle, async_finish: bool, return_recv_hook: bool) -> t
     if return_recv_hook:
         return EventOverlap(), event.current_stream_wait
     return Transport.finish(event, async_finish), None
+
+
+def _fast_ending(second: fast.Second, async_finish: bool, return_recv_hook: bool) -> tuple[EventOverlap, Hook | None]:
+    """The same for a call whose second half is still to be launched: by the hook, or now."""
+    if return_recv_hook:
+        return EventOverlap(), lambda: second().current_stream_wait()
+    return Transport.finish(second(), async_finish), None
 
 
 def _raw(rows: torch.Tensor) -> torch.Tensor:
