@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "psutil"])
@@ -37,12 +38,23 @@ def call_in_group(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
         )
+        _meet(num_ranks, timeout)
         return True, fn(rank, *args)
     except BaseException:
         return False, traceback.format_exc()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(num_ranks: int, timeout: float) -> None:
+    """Returns when all ranks are connected: one that is done sooner would close what others are about to connect to."""
+    store, end = distributed_c10d._get_default_store(), time.monotonic() + timeout
+    store.add("connected", 1)
+    while store.add("connected", 0) < num_ranks:
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of {num_ranks} ranks have connected within {timeout:g} s")
+        time.sleep(2e-3)
 
 
 def failure(
