@@ -118,7 +118,7 @@ class GpuBlocks:
             )
         places, num_bytes = shape.places(channel.num_ranks)
         grows = channel.memory.sizes[abi.BLOCKS] < num_bytes
-        if devices.is_capturing(channel.device) or (grows and channel.capturing_used):
+        if devices.is_capturing(channel.device) or abi.BLOCKS in channel.captured:
             raise UsageError(
                 "a low-latency dispatch of a new shape in or after a captured graph",
                 allowed="one of a shape that was used before",
@@ -149,7 +149,7 @@ class GpuBlocks:
             )
 
         if devices.is_capturing(channel.device):
-            channel.capturing_used = True
+            channel.captured.add(abi.BLOCKS)
         launch("send")
         self._open += 1
 

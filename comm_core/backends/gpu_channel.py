@@ -89,7 +89,7 @@ class GpuChannel(Channel):
         pool: symmetric tensors, where they were asked for.
         num_sms: multiprocessors of the device.
         ticks_per_second: of the kernels' timer.
-        capturing_used: an operation was captured into a graph; segments must stay where they are.
+        captured: segments whose addresses are in a captured graph; they must stay where they are.
     """
 
     _shared: ClassVar[dict[tuple[dist.ProcessGroup, torch.device, float], Channel]] = {}
@@ -102,7 +102,7 @@ class GpuChannel(Channel):
         self._comparing = False
         # Ids of the last layouts: a mistake in them may be found after their handle is gone.
         self.recent_ids: deque[torch.Tensor] = deque(maxlen=8)
-        self.capturing_used = False
+        self.captured: set[int] = set()
         self.pool: SymmetricPool | None = None
         self.blocks: Any = None  # GpuBlocks, which the first backend of the channel makes
         self._log: dict[int, Call] = {}
@@ -308,7 +308,7 @@ class GpuChannel(Channel):
         """
 
         def fenced() -> None:
-            self.capturing_used = True
+            self.captured.add(abi.RING)
             self.launch_barrier("barrier", {}, None)
             launch()
             self.launch_barrier("barrier", {}, None)
@@ -355,7 +355,7 @@ class GpuChannel(Channel):
         num_bytes = align(num_bytes, _GRANULE)
         if self.memory.sizes[which] >= num_bytes:
             return
-        if self.capturing_used or devices.is_capturing(self.device):
+        if which in self.captured or devices.is_capturing(self.device):
             raise UsageError(
                 f"{num_bytes} bytes of symmetric memory in or after a captured graph",
                 allowed=f"{self.memory.sizes[which]}, as the graph has the addresses",
