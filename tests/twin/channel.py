@@ -84,10 +84,10 @@ class Side:
             header[at : at + 3] = place.offset & 0xFFFFFFFF, place.offset >> 32, place.segment
         header[word("SEQ")] = self.seq
 
-    def wait_flag(self, flags: np.ndarray, index: int, peer: int) -> bool:
-        """Waits until a flag has come to this operation's number; False where a wait of the channel has timed out."""
-        start = self._now()
-        while (int(flags[index]) - self.seq) & 0x80000000:
+    def wait_flag(self, flags: np.ndarray, index: int, peer: int, value: int | None = None) -> bool:
+        """Waits until a flag has come to a number, this operation's; False where a wait has timed out."""
+        start, value = self._now(), self.seq if value is None else value
+        while (int(flags[index]) - value) & 0x80000000:
             if self.state.aborted:
                 return False
             if self._now() - start > self._seconds:

@@ -7,16 +7,19 @@ other streams and against what is memory of the device at all.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from comm_core.kernels import library as abi
 from comm_core.runtime.errors import CommError
-from tests.twin import layout, rows
+from tests.twin import blocks, layout, rows
 from tests.twin.channel import TICKS
-from tests.twin.memory import Mapping, Segments
+from tests.twin.memory import Mapping, Pool, Segments, numbers_at, words
 from tests.twin.order import Clock, Span
 from tests.twin.streams import Device
 from tests.twin.tensors import Memory
@@ -43,6 +46,8 @@ class TwinLibrary:
         self.flipped = False
         self.launched: list[str] = []
         self._segments = Segments()
+        self._pools: dict[int, Pool] = {}
+        self._chosen = threading.local()
         # Addresses of mapped host memory: on the device, and on the host.
         self._host_of: dict[int, Mapping] = {}
         # What is known to be done by who has seen a record, by its address on the host.
@@ -101,11 +106,14 @@ class TwinLibrary:
         return 56, TICKS
 
     def wait_word(self, word: int, fault: int, seconds: float) -> int:
-        one, other = (ctypes.c_uint32.from_address(self._host(address)) for address in (word, fault))
+        one = ctypes.c_uint32.from_address(self._host(word))
+        other = words(self._host(fault), abi.FAULT_WORDS)
         end = time.monotonic() + seconds
         while not one.value:
-            if other.value:
+            if other[abi.FAULT_SET]:
                 return 2
+            if other[abi.FAULT_DIFFERENT]:
+                return 3
             if time.monotonic() > end:
                 return 1
             time.sleep(_POLL)
@@ -122,6 +130,40 @@ class TwinLibrary:
         counted = self._queue(name, _layout_spans(call), stream, lambda: layout.count(call, self.flipped))
         self._recorded[self._host_of[call.record].address] = counted
         self._queue("layout place", _place_spans(call), stream, lambda: layout.place(call))
+
+    def launch_half(self, half: str, call: Any, kind: int, sms: int, stream: int) -> None:
+        call = type(call).from_buffer_copy(call)
+        name = f"{('dispatch', 'combine')[kind]} {half}"
+        self.launched.append(name)
+        spans = [*blocks.spans(call, half, kind), *_channel(call)]
+        self._queue(name, spans, stream, lambda: blocks.run(call, half, kind))
+
+    def ceiling(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int, *, threads: int = 1024) -> None:
+        self.copy(to, source, num_bytes, stream)
+
+    def delay(self, ticks: int, stream: int) -> None:
+        self._queue("delay", [], stream, lambda: time.sleep(ticks / TICKS))
+
+    def set_pool(self, index: int, base: int, num_bytes: int) -> None:
+        assert 0 <= index < abi.MAX_POOLS
+        self._pools.pop(index, None)
+        if num_bytes:
+            self._pools[index] = Pool(base, num_bytes)
+
+    def choose_pool(self, index: int) -> None:
+        self._chosen.pool = self._pools.get(index)
+
+    def placed(self, host: torch.Tensor) -> torch.Tensor:
+        """A tensor made like `host` in the pool that this thread has chosen; itself where there is no room or none."""
+        pool, num_bytes = getattr(self._chosen, "pool", None), host.untyped_storage().nbytes()
+        at = pool.take(num_bytes) if pool is not None and num_bytes else None
+        if at is None:
+            return host
+        memory = numbers_at(at, num_bytes, torch.uint8)
+        self._memory.given[at] = lambda: pool.give(at)
+        return (
+            torch.empty(0, dtype=host.dtype).set_(memory.untyped_storage(), 0, host.size(), host.stride()).copy_(host)
+        )
 
     def _queue(self, what: str, spans: list[Span], stream: int, work: Callable[[], object]) -> Clock:
         for span in spans:
@@ -210,7 +252,7 @@ def _channel(call: Any) -> list[Span]:
     channel = call.channel
     return [
         Span(channel.state, ctypes.sizeof(abi.State), True),
-        Span(channel.peers, 8 * 3 * abi.MAX_RANKS, False),
+        Span(channel.peers, 8 * abi.SEGMENTS * abi.MAX_RANKS, False),
         Span(channel.fault, 4 * abi.FAULT_WORDS, True),
     ]
 

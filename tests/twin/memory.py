@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 _HANDLE = struct.Struct("<8sqqq")
 _MAGIC = b"mt-twin\0"
@@ -27,6 +28,13 @@ def words(address: int, count: int, dtype: type = np.uint32) -> np.ndarray:
         return np.empty(0, dtype)
     assert address % size == 0, f"address {address:#x} is no multiple of {size}"
     return np.frombuffer((ctypes.c_uint8 * (count * size)).from_address(address), dtype)
+
+
+def numbers_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory at an address."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 @dataclass(slots=True)
@@ -118,3 +126,34 @@ class Segments:
     def _note(self, segment: Mapping) -> Mapping:
         self._mapped[segment.address] = segment
         return segment
+
+
+class Pool:
+    """Places in a range of memory, first fit; the twin of kernels/pool.cuh.
+
+    Args:
+        base: where the range begins.
+        num_bytes: its size.
+    """
+
+    ALIGNMENT = 512
+
+    def __init__(self, base: int, num_bytes: int) -> None:
+        self._base, self._end = base, base + num_bytes
+        self._used: dict[int, int] = {}
+
+    def take(self, num_bytes: int) -> int | None:
+        """A place, or None where there is no room."""
+        at = self._base
+        for start, size in sorted(self._used.items()):
+            if start - at >= num_bytes:
+                break
+            at = start + -(-size // self.ALIGNMENT) * self.ALIGNMENT
+        if at + num_bytes > self._end:
+            return None
+        self._used[at] = num_bytes
+        return at
+
+    def give(self, at: int) -> None:
+        """Gives a place back."""
+        del self._used[at]

@@ -5,7 +5,6 @@ A pace for remote bytes is not kept: it changes when rows come, not which.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,13 @@ import torch
 
 from tests.twin.channel import Side
 from tests.twin.layout import tables
-from tests.twin.memory import words
+from tests.twin.memory import numbers_at, words
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _bytes(address: int, rows: int, row_bytes: int) -> np.ndarray:
     return words(address, rows * row_bytes, np.uint8).reshape(rows, row_bytes)
-
-
-def _numbers(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 def dispatch(call: Any) -> None:
@@ -133,9 +127,9 @@ def combine(call: Any) -> None:
                 back = words(call.out_weights + (token * size + at) * 4, call.weight_words)
                 back[:] = words(weights_at[rank] + (row * size + at) * 4, call.weight_words) if valid else 0
             if valid and last >> lane & 1:
-                rows.append(_numbers(rows_at[rank] + row * row_bytes, hidden, dtype))
-        biases = [_numbers(at + token * row_bytes, hidden, dtype) for at in (call.bias0, call.bias1) if at]
-        out = _numbers(call.out_x + token * row_bytes, hidden, dtype)
+                rows.append(numbers_at(rows_at[rank] + row * row_bytes, hidden, dtype))
+        biases = [numbers_at(at + token * row_bytes, hidden, dtype) for at in (call.bias0, call.bias1) if at]
+        out = numbers_at(call.out_x + token * row_bytes, hidden, dtype)
         out.copy_(_sum(biases, rows, out))
     side.end(moves, call.lent)
 
@@ -149,8 +143,8 @@ def reduce(call: Any) -> None:
         from_rows = [row]
         if layout.expand:
             from_rows = [int(table["expand_row"][row, k]) for k in range(lanes) if table["local_idx"][row, k] >= 0]
-        out = _numbers(call.rows + row * row_bytes, hidden, dtype)
-        out.copy_(_sum([], [_numbers(call.x + at * row_bytes, hidden, dtype) for at in from_rows], out))
+        out = numbers_at(call.rows + row * row_bytes, hidden, dtype)
+        out.copy_(_sum([], [numbers_at(call.x + at * row_bytes, hidden, dtype) for at in from_rows], out))
         for lane in range(lanes if call.weights else 0):
             here = table["local_idx"][row, lane] >= 0
             at = int(table["expand_row"][row, lane]) if layout.expand else row * lanes + lane

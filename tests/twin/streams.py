@@ -45,10 +45,10 @@ class Lane:
         self.order, self.number = order, number
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._pending, self._lock = [0], threading.Lock()
-        run = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, args=(self._work, self._pending, self._lock, order), daemon=True, name=f"lane-{number:#x}"
         )
-        run.start()
+        self.thread.start()
 
     def put(self, what: str, spans: Iterable[Span], work: Callable[[], object]) -> Clock:
         """Queues work that accesses `spans`; what is known to be done once it is."""
@@ -123,6 +123,7 @@ class Device:
         self.order, self.count, self.handle, self.waits = Order(), count, handle, True
         self.index = 0
         self._lanes: dict[tuple[int, int], Lane] = {}
+        self._ending: list[Lane] = []
         self._handles = itertools.count(0x7000_0000_1000, 0x40)
         self._current = threading.local()
         # Streams may end, which is noted here, whenever Python collects them: also in the middle of a change.
@@ -149,8 +150,10 @@ class Device:
         """Ends a stream that no object stands for any more."""
         with self._lock:
             lane = self._lanes.pop((index, handle), None)
-        if lane is not None:
-            lane.close()
+            self._ending = [item for item in self._ending if item.thread.is_alive()]
+            if lane is not None:
+                lane.close()
+                self._ending.append(lane)
 
     def lanes(self, index: int) -> list[Lane]:
         """All streams of a device."""
@@ -182,11 +185,14 @@ class Device:
             lane.synchronize()
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads, each behind its work."""
         with self._lock:
+            lanes = [*self._ending, *self._lanes.values()]
             for lane in self._lanes.values():
                 lane.close()
             self._lanes.clear()
+        for lane in lanes:
+            lane.thread.join(_LONGEST)
 
 
 class Stream:

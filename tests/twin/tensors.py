@@ -29,6 +29,8 @@ _FRESH = {
     "zeros_like",
     "ones_like",
 }
+# Operations that are a view or a copy; in inference mode they come here as they are.
+_MAY_COPY = {"to", "reshape", "contiguous", "flatten"}
 
 
 class Block:
@@ -39,10 +41,12 @@ class Block:
         recorded: streams that `record_stream` has named.
     """
 
-    def __init__(self, order: Order, host: torch.Tensor, stream: int) -> None:
+    def __init__(self, order: Order, host: torch.Tensor, stream: int, given: Callable[[], None] | None = None) -> None:
         self.host, self.recorded = host, set[int]()
         storage = host.untyped_storage()
         self.start, self.num_bytes = storage.data_ptr(), storage.nbytes()
+        if given is not None:
+            weakref.finalize(self, given)
         weakref.finalize(self, order.freed, self.start, self.num_bytes, stream, self.recorded)
 
 
@@ -51,28 +55,28 @@ class Memory:
 
     Attributes:
         device: whose streams are checked.
-        source: gives the memory of new tensors, by bytes, in a thread that has chosen a pool.
+        chosen: of each thread, `place` where its new tensors come from a pool: gives them their memory.
+        given: what gives memory of a pool back, by address.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.chosen = threading.local()
+        self.given: dict[int, Callable[[], None]] = {}
         self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
     def allocated(self, host: torch.Tensor, index: int) -> PlayedTensor:
         """A tensor in an allocation of its own, written by work of the current stream."""
         lane = self.device.current(index).lane
-        block = Block(self.device.order, host, lane.number)
+        block = Block(self.device.order, host, lane.number, self.given.pop(host.data_ptr(), None))
         self._blocks.add(block)
         return PlayedTensor(host, block, torch.device(KIND, index), self)
 
     def make(self, index: int, make: Callable[[], torch.Tensor]) -> PlayedTensor:
         """A tensor that `make` makes on the CPU, its memory taken from the thread's pool where it has chosen one."""
         host = make()
-        pool = getattr(self.chosen, "pool", None)
-        if pool is not None:
-            host = pool(host)
-        return self.allocated(host, index)
+        place = getattr(self.chosen, "place", None)
+        return self.allocated(host if place is None else place(host), index)
 
     def block_of(self, address: int) -> Block | None:
         """The allocation in which an address lies."""
@@ -123,10 +127,9 @@ class PlayedTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         tensors = [item for item in _flat((args, *kwargs.values())) if isinstance(item, PlayedTensor)]
         memory, device = tensors[0].memory, tensors[0].device
-        to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type != KIND
-        if kwargs.get("device") is not None:
-            device = device if to_host else _indexed(torch.device(kwargs["device"]), memory.device)
-            kwargs["device"] = torch.device("cpu")
+        asked = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.device)), device)
+        to_host = asked.type != KIND
+        device = device if to_host else _indexed(asked, memory.device)
         lane = memory.device.current(device.index).lane
         lane.at_once(str(func), _spans(func, args, kwargs))
         out = func(*_host(args), **{name: _host(value) for name, value in kwargs.items()})
@@ -150,6 +153,8 @@ def _indexed(device: torch.device, played: Device) -> torch.device:
 def _host(item: Any) -> Any:
     if isinstance(item, tuple | list):
         return type(item)(_host(inner) for inner in item)
+    if isinstance(item, torch.device):
+        return torch.device("cpu")
     return item.host if isinstance(item, PlayedTensor) else item
 
 
@@ -159,6 +164,8 @@ def _wrapped(item: Any, tensors: list[PlayedTensor], memory: Memory, device: tor
         return type(item)(_wrapped(inner, tensors, memory, device, to_host) for inner in item)
     if not isinstance(item, torch.Tensor):
         return item
+    if to_host:  # a copy, though both are on the host in truth
+        return item.clone() if any(item is given.host for given in tensors) else item
     for given in tensors:
         if item is given.host:
             return given
@@ -166,7 +173,7 @@ def _wrapped(item: Any, tensors: list[PlayedTensor], memory: Memory, device: tor
     for given in tensors:
         if start and start == given.host.untyped_storage().data_ptr():
             return PlayedTensor(item, given.block, given.device, memory)
-    return item if to_host else memory.make(device.index, lambda: item)
+    return memory.make(device.index, lambda: item)
 
 
 def _writes_host(func: Any, args: Any) -> bool:
@@ -177,8 +184,9 @@ def _writes_host(func: Any, args: Any) -> bool:
 def _spans(func: Any, args: Any, kwargs: Any) -> list[Span]:
     """What an operation accesses; views, and operations that only shape new memory, access nothing."""
     schema = func._schema
+    name = schema.name.partition("::")[2]
     aliased = [item.alias_info for item in schema.returns if item.alias_info is not None]
-    if schema.name.partition("::")[2] in _FRESH or any(not item.is_write for item in aliased):
+    if name in _FRESH or (name not in _MAY_COPY and any(not item.is_write for item in aliased)):
         return []
     found = []
     for place, argument in enumerate(schema.arguments):

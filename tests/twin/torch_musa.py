@@ -67,6 +67,34 @@ def _set_device(device: Device, given: Any) -> None:
     device.index = index
 
 
+class _Allocator:
+    """torch.musa.memory.MUSAPluggableAllocator, of the twin's functions alone."""
+
+    def __init__(self, path: str, alloc: str, free: str) -> None:
+        if (path, alloc, free) != (str(TwinLibrary.path), "mt_pool_alloc", "mt_pool_free"):
+            raise RuntimeError(f"{path} has no {alloc} or {free}")
+
+    def allocator(self) -> _Allocator:
+        return self
+
+
+def _allocation(memory: tensors.Memory, library: TwinLibrary) -> types.ModuleType:
+    """The module `torch.musa.memory`."""
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+        assert isinstance(pool, tuple) and isinstance(pool[0], _Allocator), pool
+        memory.chosen.place = library.placed
+        try:
+            yield
+        finally:
+            memory.chosen.place = None
+
+    found: Any = types.ModuleType(f"torch.{KIND}.memory")
+    found.MUSAPluggableAllocator, found.MemPool, found.use_mem_pool = _Allocator, lambda made: (made,), use_mem_pool
+    return found
+
+
 def _module(device: Device) -> types.ModuleType:
     """The module `torch.musa`."""
     found = types.ModuleType(f"torch.{KIND}")
@@ -132,7 +160,8 @@ def played(count: int = 2) -> Iterator[Played]:
     if "mccl" not in dist.Backend.backend_list:
         dist.Backend.register_backend("mccl", _mccl, devices=[KIND])
     library, loaded, asked = TwinLibrary(device, memory), gpu_channel.load, build.why_not
-    module = _module(device)
+    module: Any = _module(device)
+    module.memory = _allocation(memory, library)
     torch._register_device_module(KIND, module)
     gpu_channel.load, build.why_not = _loader(library), _why_not  # type: ignore[assignment]
     made = Played(device, library)
