@@ -130,7 +130,9 @@ class GpuBackend:
         def launch() -> None:
             _wait(job.before_epilogue)
             ring = self._ring(number)
-            out_scales = job.out_scales
+            out_scales, out_idx = job.out_scales, job.out_idx
+            if out_idx is not None and out_idx.dtype != torch.int64:  # kernels know one width
+                out_idx = torch.empty_like(out_idx, dtype=torch.int64)
             call = abi.DispatchCall(
                 channel=channel.header(number),
                 layout=layout.struct,
@@ -138,7 +140,7 @@ class GpuBackend:
                 weights=ring.lay(job.weights) if job.weights is not None else abi.Place(),
                 scales=ring.lay(job.scales) if job.scales is not None else abi.Place(),
                 out_x=job.out_x.data_ptr(),
-                out_idx=_address(job.out_idx),
+                out_idx=_address(out_idx),
                 out_weights=_address(job.out_weights),
                 out_scales=_address(out_scales),
                 scale_row_stride=0 if out_scales is None else out_scales.stride(0),
@@ -155,8 +157,10 @@ class GpuBackend:
             )
             with trace.span("dispatch", "ep", lane="ep", num_tokens=job.x.shape[0], bytes=job.out_x.nbytes):
                 channel.library.launch("dispatch", call, ring.stream)
+            if job.out_idx is not None and out_idx is not None and out_idx is not job.out_idx:
+                job.out_idx.copy_(out_idx)
 
-        return self._submit(job, launch, [layout.memory, layout.kept])
+        return self._submit(job, launch, layout.memory())
 
     def combine(self, job: MoveJob) -> EventHandle:
         """Reads the rows of each token from the ranks that had them, and adds them up."""
@@ -201,7 +205,7 @@ class GpuBackend:
             with trace.span("combine", "ep", lane="ep", num_tokens=job.out_x.shape[0], bytes=job.x.nbytes):
                 channel.library.launch("combine", call, ring.stream)
 
-        return self._submit(job, launch, [layout.memory, layout.kept])
+        return self._submit(job, launch, layout.memory())
 
     def blocks_fit(self, num_topk: int, num_local: int, hidden: int, height: int) -> bool:
         """True for sizes that the low-latency kernels take."""

@@ -36,7 +36,7 @@ from comm_core.shmem.ipc import PeerMemory
 
 # Calls whose settings are kept for an error that may still come; tokens a rank where no bound is given.
 _REMEMBERED = 256
-DEFAULT_BOUND = 16384
+DEFAULT_BOUND = 65536
 # The host waits this much longer than the device, so that the device can name the peer.
 _GRACE_SECONDS = 1.0
 # Segments are multiples of this.

@@ -6,6 +6,7 @@ What only debugging and the V1 interface read (the plans of `comm_core.layout`) 
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import cached_property
 from typing import Any
@@ -26,63 +27,95 @@ from comm_core.runtime.errors import MTMoEError, UsageError
 class DeviceLayout:
     """Device memory of one layout.
 
+    Tables of received rows have room for as many as can come, until the host has read how many came: then `fit` leaves
+    tables of that size, since a handle may be kept for long.
+
     Args:
         channel: whose ranks take part.
-        job: the call; its `kept` ids are part of the layout.
+        job: the call.
+        kept: int64 [num_tokens, num_topk], its ids; part of the layout.
         bound: tokens a rank at most.
 
     Attributes:
-        memory: int32, everything but the ids.
         struct: what kernels get.
-        kept: int64 [num_tokens, num_topk].
+        kept: the ids.
     """
 
-    def __init__(self, channel: GpuChannel, job: LayoutJob, bound: int) -> None:
-        num_tokens, num_topk = job.topk_idx.shape
+    def __init__(self, channel: GpuChannel, job: LayoutJob, kept: torch.Tensor, bound: int) -> None:
+        num_tokens, num_topk = kept.shape
         num_ranks, expand = channel.num_ranks, bool(job.settings["do_expand"])
         num_local, room = job.settings["num_experts"] // num_ranks, bound * num_ranks
-        sizes = {
-            "lane_row": num_tokens * num_topk,
-            "last_lanes": num_tokens,
-            "matrix": num_ranks * num_ranks,
-            "row_base": num_ranks + 1,
-            "recv_token": room,
-            "local_idx": room * num_topk,
-            "expand_row": room * num_topk if expand else 0,
-            "expert_counts": num_local,
-            "expert_starts": num_local + 1,
-            "chunk_counts": -(-room // abi.CHUNK) * num_local,
-            "block_counts": max(1, -(-num_tokens // abi.TOKENS)) * num_ranks,
-        }
-        self.kept = job.kept
-        self.memory = torch.empty(sum(sizes.values()), dtype=torch.int32, device=channel.device)
-        self._at: dict[str, tuple[int, int]] = {}
-        first = 0
-        for name, size in sizes.items():
-            self._at[name] = (first, size)
-            first += size
-        fields = {name: self.address(name) for name in sizes if name != "block_counts"}
+        self.kept, self._stream = kept, channel.data_queue.stream
+        self._blocks: dict[str, torch.Tensor] = {}
+        self._tables: dict[str, torch.Tensor] = {}
+        new = {"dtype": torch.int32, "device": channel.device}
+        self._add(
+            new,
+            {
+                "lane_row": (num_tokens, num_topk),
+                "last_lanes": (num_tokens,),
+                "matrix": (num_ranks, num_ranks),
+                "row_base": (num_ranks + 1,),
+                "expert_counts": (num_local,),
+                "expert_starts": (num_local + 1,),
+            },
+        )
+        self._add(new, _row_tables(room, num_topk, expand))
+        chunks, blocks = -(-room // abi.CHUNK), max(1, -(-num_tokens // abi.TOKENS))
+        self._add(new, {"chunk_counts": (chunks, num_local), "block_counts": (blocks, num_ranks)})
         self.struct: Any = abi.Layout(
-            topk_idx=self.kept.data_ptr(),
+            topk_idx=kept.data_ptr(),
             num_tokens=num_tokens,
             num_topk=num_topk,
             num_local=num_local,
             alignment=job.settings["expert_alignment"],
             expand=int(expand),
             room=room,
-            **fields,
+            **{name: self.address(name) for name in self._tables if name != "block_counts"},
         )
 
     def address(self, name: str) -> int:
         """Device address of a table."""
-        return self.memory.data_ptr() + 4 * self._at[name][0]
+        return self._tables[name].data_ptr()
 
     def table(self, name: str, rows: int) -> torch.Tensor:
-        """The first `rows` rows of a table, one line where it has no columns."""
-        first, _ = self._at[name]
-        width = self.struct.num_topk if name in ("local_idx", "expand_row", "lane_row") else 1
-        flat = self.memory[first : first + rows * width]
-        return flat.view(rows, width) if width > 1 or name in ("local_idx", "expand_row", "lane_row") else flat
+        """The first `rows` rows of a table, for the current stream."""
+        devices.current_stream(self.kept.device).wait_stream(self._stream)
+        return self._tables[name][:rows]
+
+    def memory(self) -> list[torch.Tensor]:
+        """What kernels read of it, for whoever must keep it."""
+        return [*self._blocks.values(), self.kept]
+
+    def fit(self, rows: int) -> None:
+        """Leaves room for `rows` received rows alone; on the stream that is current."""
+        if rows * 5 > self.struct.room * 4:
+            return
+        old = dict(self._tables)
+        for name in ("recv_token", "chunk_counts"):
+            del self._blocks[name]
+        shapes = _row_tables(rows, self.struct.num_topk, bool(self.struct.expand))
+        self._add({"dtype": torch.int32, "device": self.kept.device}, shapes)
+        for name in shapes:
+            self._tables[name].copy_(old[name][:rows])
+            setattr(self.struct, name, self.address(name))
+        del self._tables["chunk_counts"], self._tables["block_counts"]
+        self.struct.room, self.struct.chunk_counts = rows, 0
+
+    def _add(self, new: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Makes tables in one block of memory, called after the first of them."""
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        block = self._blocks[next(iter(shapes))] = torch.empty(sum(sizes), **new)
+        for (name, shape), part in zip(shapes.items(), block.split(sizes), strict=True):
+            self._tables[name] = part.view(shape)
+
+
+def _row_tables(rows: int, num_topk: int, expand: bool) -> dict[str, tuple[int, ...]]:
+    return {
+        "recv_token": (rows,),
+        "local_idx": (rows, num_topk),
+        "expand_row": (rows if expand else 0, num_topk),
+    }
 
 
 class GpuLayout(RankLayout):
@@ -149,7 +182,7 @@ class CountsEvent(EventHandle):
     def __init__(self, channel: GpuChannel, job: LayoutJob, layout: DeviceLayout, number: int, record: Words) -> None:
         super().__init__(channel.device)
         self._channel, self._record, self._words = channel, record, record.at
-        self._settings = job.settings
+        self._settings, self._static = job.settings, devices.is_capturing(channel.device)
         self.device_layout, self.number = layout, number
         self._result: GpuLayout | MTMoEError | None = None
         self._dropped = weakref.finalize(self, channel.give_record, record)
@@ -194,6 +227,9 @@ class CountsEvent(EventHandle):
         }
         if self._dropped.detach():
             channel.give_record(self._record)
+        if not self._static:
+            layout, rows = self.device_layout, sum(line[channel.rank] for line in matrix)
+            channel.data_queue.submit(lambda: layout.fit(rows), after=[self])
         return GpuLayout(self.device_layout, counts, channel.rank, self.number)
 
 
@@ -217,8 +253,12 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
     queue, made = channel.data_queue, []
 
     def launch() -> None:
-        layout = DeviceLayout(channel, job, bound)
-        given = job.topk_idx if job.topk_idx.is_contiguous() else job.topk_idx.contiguous()
+        given = job.topk_idx.to(torch.int64).contiguous()
+        kept = job.kept
+        if kept.dtype != torch.int64:  # kernels know one width
+            kept = given if job.kept is job.topk_idx else torch.empty_like(given)
+            job.kept.copy_(job.topk_idx)
+        layout = DeviceLayout(channel, job, kept, bound)
         call = abi.LayoutCall(
             channel=channel.header(number),
             layout=layout.struct,
