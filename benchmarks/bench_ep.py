@@ -142,11 +142,10 @@ def measure(bench: Bench, timer: Timer, operation: Operation, counts: tuple[int,
 
 def run(given: argparse.Namespace, shape: Shape, device: torch.device, seed: int) -> tuple[Any, list[Measured]]:
     """The ceiling and all rows."""
-    most = int(devices.accelerator(device.type).get_device_properties(device).multi_processor_count)
-    counts = tuple(sorted({min(sms, most) for sms in given.sms}))
     little = replace(shape, tokens=min(shape.tokens, ep_floors.SMALL_TOKENS))
-    with ElasticBuffer(backend="gpu", device=device, num_cpu_timeout_secs=60) as buffer, ep_timing.no_collection():
+    with ElasticBuffer(backend="gpu", device=device, num_cpu_timeout_secs=60) as buffer:
         timer = Timer(buffer, given.repeats, given.warmup)
+        counts = tuple(sorted({min(sms, timer.num_sms) for sms in given.sms}))
         benches = [Bench(buffer, size, seed) for size in (shape, little)]
         prints = gathered([bench.fingerprint() for bench in benches])
         if any(other != prints[0] for other in prints):

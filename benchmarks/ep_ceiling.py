@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import ep_data
 from benchmarks.ep_timing import Timer, gathered
 from comm_core import ElasticBuffer
 from comm_core.kernels import library as abi
@@ -44,9 +45,7 @@ def measure(buffer: ElasticBuffer, timer: Timer, num_bytes: int, counts: tuple[i
     channel.make_room(abi.RING, num_bytes, "barrier", {})
     following = (buffer.rank + 1) % buffer.num_ranks
     far, near = channel.memory.base(abi.RING, following), channel.memory.base(abi.RING)
-    mine = torch.empty(num_bytes, dtype=torch.uint8, device=buffer.device).random_(
-        generator=torch.Generator(buffer.device).manual_seed(buffer.rank)
-    )
+    mine = ep_data.draw_bytes(num_bytes, buffer.rank, buffer.device)
     sms = sorted({min(count, channel.num_sms) for count in (*counts, channel.num_sms)})
 
     def move(to: int, source: int, count: int) -> None:
@@ -67,7 +66,7 @@ def measure(buffer: ElasticBuffer, timer: Timer, num_bytes: int, counts: tuple[i
 
 def _check(buffer: ElasticBuffer, mine: torch.Tensor, move: Any, far: int, near: int) -> None:
     """Stores come where they are meant to, and reads bring back what the stores left."""
-    device, num_bytes = buffer.device, mine.nbytes
+    num_bytes = mine.nbytes
     came, back = torch.full_like(mine, 0xA5), torch.full_like(mine, 0xA5)
     buffer.barrier()
     move(far, mine.data_ptr(), 7)
@@ -75,7 +74,7 @@ def _check(buffer: ElasticBuffer, mine: torch.Tensor, move: Any, far: int, near:
     move(came.data_ptr(), near, 7)
     move(back.data_ptr(), far, 7)
     before = (buffer.rank - 1) % buffer.num_ranks
-    wanted = torch.empty_like(mine).random_(generator=torch.Generator(device).manual_seed(before))
+    wanted = ep_data.draw_bytes(num_bytes, before, buffer.device)
     good = [torch.equal(came, wanted), torch.equal(back, mine)]
     buffer.barrier()
     answers = gathered(good)

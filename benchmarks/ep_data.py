@@ -104,6 +104,12 @@ def draw_rows(num_rows: int, hidden: int, seed: int, device: torch.device) -> to
     return torch.randn(num_rows, hidden, device=device, generator=generator, dtype=torch.bfloat16)
 
 
+def draw_bytes(num_bytes: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Bytes to copy, uint8."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device).random_(generator=generator)
+
+
 def route(ids: list[torch.Tensor], rank: int, shape: Shape) -> Routing:
     """What comes to `rank`."""
     tokens, local = [], []

@@ -7,8 +7,8 @@ devices, behind which the ranks start together:
     stream of the caller:  delay | barrier | start event | operation ... | end event
 
 The operation runs on the comm stream, as in a program; the two changes of stream are part of its time. A sample whose
-start event has passed before all was issued does not count: the delay is made longer and the series repeated. The time
-of a sample is that of the slowest rank, the result is the median of the samples.
+start event has passed before all was issued does not count; where that is half of them, the delay is made longer and
+the series repeated. The time of a sample is that of the slowest rank, the result is the median of the samples.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from comm_core import ElasticBuffer
+from comm_core.kernels import library as abi
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError
 
@@ -58,6 +59,11 @@ class Timer:
     def __post_init__(self) -> None:
         self._channel = self.buffer._backend._channel  # type: ignore[attr-defined]
 
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors of the device."""
+        return int(self._channel.num_sms)
+
     def series(self, call: Callable[[], Any], *, calls: int = 1, waits: bool = False) -> tuple[float, Any]:
         """Microseconds of a call, and what the last one returned. Collective.
 
@@ -71,15 +77,15 @@ class Timer:
         """
         delay = max(gathered(self._issue_seconds(call, calls))) * 2 + _SLACK_SECONDS
         for _ in range(_ATTEMPTS):
-            times, behind, last = [], [], None
-            for _ in range(self.repeats):
-                last = None  # its memory is free for the next
-                took, late, last = self._sample(call, calls, min(delay, _LONGEST_DELAY))
-                times.append(took)
-                behind.append(late)
-            answers = gathered((times, any(behind)))
-            if waits or not any(was_late for _, was_late in answers):
-                slowest = [max(column) for column in zip(*(times for times, _ in answers), strict=True)]
+            samples, last = [], None
+            with _no_collection():
+                for _ in range(self.repeats):
+                    last = None  # its memory is free for the next
+                    took, late, last = self._sample(call, calls, min(delay, _LONGEST_DELAY))
+                    samples.append((took, late and not waits))
+            by_sample = list(zip(*gathered(samples), strict=True))
+            slowest = [max(took for took, _ in ranks) for ranks in by_sample if not any(late for _, late in ranks)]
+            if len(slowest) * 2 > self.repeats:
                 return statistics.median(slowest), last
             delay *= 2
         raise CommError(f"a call takes the host longer to issue than {_LONGEST_DELAY:g} s; is the machine busy?")
@@ -115,7 +121,7 @@ class Timer:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """Python's garbage collector does not stop the host in the middle of a sample."""
     gc.collect()
     gc.disable()
@@ -127,13 +133,15 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def launches(buffer: ElasticBuffer) -> Iterator[dict[str, int]]:
-    """Fills a table, kernel to blocks: the launches of the block; blocks beyond the device's SMs wait for one."""
+    """A table of what is launched: operation of the library to blocks of its widest kernel, at most one an SM."""
     channel: Any = buffer._backend._channel  # type: ignore[attr-defined]
     library = channel.library
     launch, seen = library.launch, dict[str, int]()
 
     def noted(name: str, call: Any, *rest: Any) -> Any:
         blocks = int(getattr(call, "num_sms", 0) or getattr(call, "num_blocks", 1))
+        if name == "layout":  # its sending side takes as many as there are tokens for
+            blocks = max(blocks, -(-int(call.layout.num_tokens) // abi.TOKENS))
         seen[name] = max(seen.get(name, 0), min(blocks, channel.num_sms))
         return launch(name, call, *rest)
 

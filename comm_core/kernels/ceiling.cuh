@@ -11,15 +11,15 @@ namespace mt {
 template <int STEPS>
 __global__ void __launch_bounds__(1024, 1) ceiling_impl(int4* to, const int4* from, int64_t count) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; base < count; base += stride * STEPS) {
+  int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; at + (STEPS - 1) * stride < count; at += STEPS * stride) {
     int4 values[STEPS];
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-      if (base + s * stride < count) values[s] = from[base + s * stride];
+    for (int s = 0; s < STEPS; ++s) values[s] = from[at + s * stride];
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-      if (base + s * stride < count) to[base + s * stride] = values[s];
+    for (int s = 0; s < STEPS; ++s) to[at + s * stride] = values[s];
   }
+  for (; at < count; at += stride) to[at] = from[at];
 }
 
 __global__ void delay_impl(int64_t count) {

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from benchmarks import bench_ep, ep_data, ep_floors, ep_operations
+from benchmarks import bench_ep, ep_data, ep_floors, ep_operations, ep_timing
 from benchmarks.ep_data import Shape
 from benchmarks.ep_floors import Measured
 from benchmarks.ep_operations import Bench, Operation
+from benchmarks.ep_timing import Timer
 from comm_core import ElasticBuffer, reference
 from comm_core.runtime import device as devices
-from comm_core.runtime.errors import UsageError
+from comm_core.runtime.errors import CommError, UsageError
 from tests.pool import run_ranks
 
 CPU = torch.device("cpu")
@@ -129,6 +131,68 @@ def test_the_table_has_a_line_for_each_row_and_every_floor_is_measured() -> None
                 assert line.endswith("pass" if wanted >= 100 else "missed by 86.0 us (614%)"), line
     plain = ep_floors.table(measured, 350.0, judged=False)
     assert "pass" not in plain and "DeepEP" not in plain
+
+
+def _timer(monkeypatch: pytest.MonkeyPatch, samples: list[list[tuple[float, bool]]]) -> tuple[Timer, list[float]]:
+    """A timer of two ranks whose samples are given, series by series, and the delays that it chose."""
+    delays: list[float] = []
+    left = [list(series) for series in samples]
+
+    def sample(self: Timer, call: Any, calls: int, delay: float) -> tuple[float, bool, Any]:
+        delays.append(delay)
+        return (*left[0].pop(0), f"answer {len(delays)}")
+
+    def gathered(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            return [value, value * 3]
+        left.pop(0)
+        return [value, [(took + 1, False) for took, _ in value]]  # the other rank takes longer
+
+    monkeypatch.setattr(Timer, "_sample", sample)
+    monkeypatch.setattr(Timer, "_issue_seconds", lambda self, call, calls: 1e-3)
+    monkeypatch.setattr(ep_timing, "gathered", gathered)
+    buffer: Any = SimpleNamespace(_backend=SimpleNamespace(_channel=None))
+    return Timer(buffer, repeats=3, warmup=0), delays
+
+
+def test_a_series_is_the_median_of_the_slowest_rank_and_late_samples_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = [(10.0, False), (30.0, False), (20.0, False)]
+    timer, delays = _timer(monkeypatch, [good])
+    assert timer.series(lambda: None) == (21.0, "answer 3")
+    assert delays == pytest.approx([2 * 3e-3 + 3e-4] * 3)  # twice what the slowest host takes
+    timer, delays = _timer(monkeypatch, [[(5.0, True), (30.0, False), (20.0, False)]])
+    assert timer.series(lambda: None) == (26.0, "answer 3")
+    late = [(1.0, True), (2.0, True), (3.0, False)]
+    timer, delays = _timer(monkeypatch, [late, good])
+    assert timer.series(lambda: None) == (21.0, "answer 6")
+    assert delays[3] == 2 * delays[0]
+    timer, delays = _timer(monkeypatch, [late])
+    assert timer.series(lambda: None, waits=True)[0] == 3.0
+    timer, delays = _timer(monkeypatch, [late] * 6)
+    with pytest.raises(CommError, match="longer to issue"):
+        timer.series(lambda: None)
+
+
+def test_launches_are_seen_and_the_library_is_left_as_it_was() -> None:
+    class Launcher:
+        done: ClassVar[list[str]] = []
+
+        def launch(self, name: str, call: Any, stream: int) -> None:
+            self.done.append(name)
+
+    library = Launcher()
+    channel = SimpleNamespace(library=library, num_sms=132)
+    buffer: Any = SimpleNamespace(_backend=SimpleNamespace(_channel=channel))
+    with ep_timing.launches(buffer) as seen:
+        library.launch("layout", SimpleNamespace(num_blocks=3, layout=SimpleNamespace(num_tokens=8192)), 0)
+        library.launch("reduce", SimpleNamespace(num_sms=264), 0)
+        library.launch("combine", SimpleNamespace(num_sms=16), 0)
+        library.launch("barrier", SimpleNamespace(), 0)
+    library.launch("later", SimpleNamespace(), 0)
+    assert seen == {"layout": 32, "reduce": 132, "combine": 16, "barrier": 1}
+    assert Launcher.done == ["layout", "reduce", "combine", "barrier", "later"] and not vars(library)
 
 
 def _shape(ranks: int, **change: Any) -> Shape:
