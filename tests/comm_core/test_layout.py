@@ -22,7 +22,7 @@ def _received(ids: list[torch.Tensor], sends: list[layout.SendPlan], rank: int) 
 
 
 @given(routings())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_plans_describe_what_the_reference_does(routing: tuple[list[torch.Tensor], int, int]) -> None:
     ids, num_experts, alignment = routing
     num_ranks = len(ids)
@@ -44,7 +44,7 @@ def test_plans_describe_what_the_reference_does(routing: tuple[list[torch.Tensor
 
 
 @given(routings())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_pair_travels_once(routing: tuple[list[torch.Tensor], int, int]) -> None:
     ids, num_experts, alignment = routing
     num_ranks, num_local = len(ids), num_experts // len(ids)

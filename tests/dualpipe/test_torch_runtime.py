@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from dualpipe.schedule import SCHEDULES, build
-from tests.dist import run_ranks
+from tests.pool import run_ranks
 
 HIDDEN, ROWS, RANKS = 6, 2, 2
 CASES = [(name, count) for name in sorted(set(SCHEDULES) - {"dualpipe"}) for count in (4, 5)]
