@@ -32,7 +32,7 @@ from comm_core.runtime import device as devices
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Multiprocessors of a call that names none: more do not move rows over the link faster, fewer do it slower.
 DEFAULT_SMS = 16
 _DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512

@@ -155,7 +155,7 @@ struct MtCombineCall {
   uint32_t hash;
   uint32_t lent;
   int32_t hidden;
-  int32_t dtype;          // 0 bf16, 1 fp16, 2 fp32
+  int32_t dtype;          // 0 bf16, 1 fp16, 2 fp32, 3 fp64
   int32_t weight_words;
   int32_t num_sms;
   int32_t threads;

@@ -12,10 +12,10 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-template <typename P, int N, typename T>
-__device__ __forceinline__ void add(float (&sums)[N], const P& pack, T) {
+template <typename W, int N, typename P>
+__device__ __forceinline__ void add(W (&sums)[N], const P& pack) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] += to_float(pack.at[i]);  // no product: nothing to fuse
+  for (int i = 0; i < N; ++i) sums[i] += widen(pack.at[i]);  // no product: nothing to fuse
 }
 
 // Adds up rows given by lanes: lane `b` of the warp holds the address of a summand for each bit b of `lanes`.
@@ -26,18 +26,18 @@ __device__ __forceinline__ void sum_rows(uint32_t lanes, const char* address, co
   using P = Pack<T, N>;
   const int count = hidden / N;
   for (int base = 0; base < count; base += WARP * STEPS) {
-    float sums[STEPS][N];
+    typename Wide<T>::Type sums[STEPS][N];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-      for (int i = 0; i < N; ++i) sums[s][i] = 0.f;
+      for (int i = 0; i < N; ++i) sums[s][i] = 0;
     for (int b = 0; b < 2; ++b) {
       const char* bias = b == 0 ? bias0 : bias1;
       if (!bias) continue;
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         const int at = base + s * WARP + lane_id();
-        if (at < count) add(sums[s], reinterpret_cast<const P*>(bias)[at], T());
+        if (at < count) add(sums[s], reinterpret_cast<const P*>(bias)[at]);
       }
     }
     uint32_t left = lanes;
@@ -57,8 +57,8 @@ __device__ __forceinline__ void sum_rows(uint32_t lanes, const char* address, co
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         const int at = base + s * WARP + lane_id();
-        if (at < count) add(sums[s], first[s], T());
-        if (at < count && two) add(sums[s], second[s], T());
+        if (at < count) add(sums[s], first[s]);
+        if (at < count && two) add(sums[s], second[s]);
       }
     }
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ void sum_rows(uint32_t lanes, const char* address, co
       if (at >= count) continue;
       P pack;
 #pragma unroll
-      for (int i = 0; i < N; ++i) pack.at[i] = from_float<T>(sums[s][i]);
+      for (int i = 0; i < N; ++i) pack.at[i] = narrow<T>(sums[s][i]);
       reinterpret_cast<P*>(out)[at] = pack;
     }
   }

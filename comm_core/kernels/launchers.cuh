@@ -163,6 +163,7 @@ int mt_combine(const MtCombineCall* call, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
   if (call->dtype == 0) return mt::launch_combine<mt_bf16>(*call, on);
   if (call->dtype == 1) return mt::launch_combine<mt_half>(*call, on);
+  if (call->dtype == 3) return mt::launch_combine<double>(*call, on);
   return mt::launch_combine<float>(*call, on);
 }
 
@@ -170,6 +171,7 @@ int mt_reduce(const MtReduceCall* call, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
   if (call->dtype == 0) return mt::launch_reduce<mt_bf16>(*call, on);
   if (call->dtype == 1) return mt::launch_reduce<mt_half>(*call, on);
+  if (call->dtype == 3) return mt::launch_reduce<double>(*call, on);
   return mt::launch_reduce<float>(*call, on);
 }
 

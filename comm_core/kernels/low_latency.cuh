@@ -88,7 +88,7 @@ __device__ __forceinline__ void cast_block(const MtBlocksCall& call, const T* ro
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int column = block * CAST_BLOCK + lane_id() * EACH + i;
-    values[i] = column < call.hidden ? to_float(row[column]) : 0.f;
+    values[i] = column < call.hidden ? widen(row[column]) : 0.f;
     const float magnitude = values[i] < 0 ? -values[i] : values[i];
     amax = magnitude > amax || magnitude != magnitude ? magnitude : amax;
   }
@@ -279,12 +279,12 @@ __global__ void __launch_bounds__(256) combine_low_latency_recv_impl(const MtBlo
         for (int j = 0; j < GROUP; ++j) {
           if (k0 + j >= num_topk || !rows[k0 + j]) continue;
 #pragma unroll
-          for (int i = 0; i < N; ++i) sums[i] = sums[i] + to_float(packs[j].at[i]) * weights[k0 + j];
+          for (int i = 0; i < N; ++i) sums[i] = sums[i] + widen(packs[j].at[i]) * weights[k0 + j];
         }
       }
       P out;
 #pragma unroll
-      for (int i = 0; i < N; ++i) out.at[i] = from_float<T>(sums[i]);
+      for (int i = 0; i < N; ++i) out.at[i] = narrow<T>(sums[i]);
       reinterpret_cast<P*>(call.out_x)[static_cast<int64_t>(token) * (call.hidden / N) + at] = out;
     }
   }

@@ -41,21 +41,34 @@ __device__ __forceinline__ void fence_system() { __threadfence_system(); }
 // Ticks of a timer of the device, for timeouts and pacing.
 __device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(mt_bf16 value) {
+// What elements are added up in: fp32, and fp64 for fp64.
+template <typename T>
+struct Wide {
+  using Type = float;
+};
+template <>
+struct Wide<double> {
+  using Type = double;
+};
+
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ float widen(mt_bf16 value) {
   uint16_t bits;
   __builtin_memcpy(&bits, &value, 2);
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
-__device__ __forceinline__ float to_float(mt_half value) { return __half2float(value); }
+__device__ __forceinline__ float widen(mt_half value) { return __half2float(value); }
 
 template <typename T>
-__device__ __forceinline__ T from_float(float value);
+__device__ __forceinline__ T narrow(typename Wide<T>::Type value);
 template <>
-__device__ __forceinline__ float from_float<float>(float value) { return value; }
+__device__ __forceinline__ double narrow<double>(double value) { return value; }
 template <>
-__device__ __forceinline__ mt_bf16 from_float<mt_bf16>(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ float narrow<float>(float value) { return value; }
 template <>
-__device__ __forceinline__ mt_half from_float<mt_half>(float value) { return __float2half_rn(value); }
+__device__ __forceinline__ mt_bf16 narrow<mt_bf16>(float value) { return __float2bfloat16_rn(value); }
+template <>
+__device__ __forceinline__ mt_half narrow<mt_half>(float value) { return __float2half_rn(value); }
 
 }  // namespace mt

@@ -335,7 +335,7 @@ def _mistakes(rank: int) -> list[str]:
         attempt(lambda: buffer.dispatch(x, bad, num_experts=4))
         attempt(lambda: buffer.dispatch(x, bad, num_experts=4, do_cpu_sync=False))
         attempt(lambda: buffer.dispatch(x, ids, num_experts=4 if rank else 8))
-        attempt(lambda: buffer.dispatch(x if rank else x.double(), ids, num_experts=4))
+        attempt(lambda: buffer.dispatch(x if rank else x.long(), ids, num_experts=4))
         _, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=4)
         attempt(lambda: buffer.dispatch(x if rank else x.half(), handle=handle))
         attempt(lambda: buffer.combine(x[:1] if rank else x.new_zeros(handle.num_recv_tokens, 64), handle))

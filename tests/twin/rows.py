@@ -14,7 +14,7 @@ from tests.twin.channel import Side
 from tests.twin.layout import tables
 from tests.twin.memory import numbers_at, words
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _bytes(address: int, rows: int, row_bytes: int) -> np.ndarray:
@@ -100,9 +100,9 @@ class _Outputs:
 
 def _sum(biases: list[torch.Tensor], rows: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """fp32, unfused, biases first, rounded once."""
-    total = torch.zeros(like.shape, dtype=torch.float32)
+    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     for summand in [*biases, *rows]:
-        total = total + summand.to(torch.float32)
+        total = total + summand.to(total.dtype)
     return total.to(like.dtype)
 
 
