@@ -34,8 +34,8 @@ def tables(layout: Any, num_ranks: int) -> dict[str, np.ndarray]:
     }
 
 
-def count(call: Any, flipped: bool) -> None:
-    """The kernels up to the one that writes the record.
+def count(call: Any, flipped: bool) -> bool:
+    """The kernels up to the one that writes the record; False where the fault record names this call.
 
     Args:
         call: the struct.
@@ -51,9 +51,9 @@ def count(call: Any, flipped: bool) -> None:
     _receive(call, side, table, moves)
     if call.stats:
         words(call.stats, call.layout.num_local, np.int32)[:] += table["expert_counts"]
-    if came:
-        _record(call, side, table, moves)
+    good = not came or _record(call, side, table, moves)
     side.state.seq = side.seq
+    return good
 
 
 def _valid(ids: np.ndarray, num_experts: int) -> list[bool]:
@@ -118,8 +118,8 @@ def _receive(call: Any, side: Side, table: dict[str, np.ndarray], moves: bool) -
     table["expert_starts"][0], table["expert_starts"][1:] = 0, np.cumsum(aligned)
 
 
-def _record(call: Any, side: Side, table: dict[str, np.ndarray], moves: bool) -> None:
-    """What the host waits for, its first word last."""
+def _record(call: Any, side: Side, table: dict[str, np.ndarray], moves: bool) -> bool:
+    """What the host waits for, its first word last; True where nothing is wrong."""
     num_ranks, num_local = side.num_ranks, call.layout.num_local
     headers, at = [side.mine(rank) for rank in side.ranks], word("COUNTS")
     status = int(np.bitwise_or.reduce([header[word("STATUS")] for header in headers]))
@@ -132,6 +132,7 @@ def _record(call: Any, side: Side, table: dict[str, np.ndarray], moves: bool) ->
     found += [count for header in headers for count in header[at : at + num_ranks]]
     record[abi.REC_TABLES :] = [*found, *table["expert_counts"]]
     record[abi.REC_SEQ] = 1
+    return moves and status == abi.OK
 
 
 def place(call: Any) -> None:

@@ -7,6 +7,7 @@ other streams and against what is memory of the device at all.
 from __future__ import annotations
 
 import ctypes
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -127,9 +128,16 @@ class TwinLibrary:
             self._queue(name, _SPANS[name](self, call), stream, lambda: _KERNELS[name](call))
             return
         # Who has read the record knows that all but the last kernel is done.
-        counted = self._queue(name, _layout_spans(call), stream, lambda: layout.count(call, self.flipped))
+        handed: queue.SimpleQueue[Clock] = queue.SimpleQueue()
+        counted = self._queue(name, _layout_spans(call), stream, lambda: self._count(call, handed))
+        handed.put(counted)
         self._recorded[self._host_of[call.record].address] = counted
         self._queue("layout place", _place_spans(call), stream, lambda: layout.place(call))
+
+    def _count(self, call: Any, handed: queue.SimpleQueue[Clock]) -> None:
+        """Who is told by the fault record that a layout differs knows that its ids are there, too."""
+        if not layout.count(call, self.flipped):
+            self._device.order.host_waited(handed.get())
 
     def launch_half(self, half: str, call: Any, kind: int, sms: int, stream: int) -> None:
         call = type(call).from_buffer_copy(call)
@@ -232,8 +240,9 @@ def _layout_spans(call: Any) -> list[Span]:
     num_ranks, num_local = call.channel.num_ranks, call.layout.num_local
     blocks = max(1, -(-call.layout.num_tokens // abi.TOKENS))
     record = abi.REC_TABLES + num_ranks * (num_ranks + 1) + num_local
+    own = {"expand_row", "topk_idx"} if call.given_idx == call.layout.topk_idx else {"expand_row"}
     return [
-        *_tables(call, num_ranks, True, tuple(name for name, _ in abi.Layout._fields_ if name != "expand_row")),
+        *_tables(call, num_ranks, True, tuple(field[0] for field in abi.Layout._fields_ if field[0] not in own)),
         Span(call.given_idx, call.layout.num_tokens * call.layout.num_topk * 8, False),
         Span(call.block_counts, blocks * num_ranks * 4, True),
         Span(call.record, record * 4, True),
