@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +54,62 @@ def test_devices() -> None:
     with pytest.raises(UsageError, match="allowed: cuda or musa"):
         device.accelerator("cpu")
     assert device.count("cpu") == 1
+
+
+def test_a_vendor_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is asked of a third vendor follows from its entry alone; its package is imported at the first use."""
+    new = {"module": "played", "package": "torch_played", "install": "its wheel", "collectives": "pccl"}
+    new |= {"stream_handle": "played_stream", "arch_prefix": "pl"}
+    monkeypatch.setitem(device.VENDORS, "played", replace(device.VENDORS["musa"], **new))
+    with pytest.raises(MissingPackageError, match=r"torch_played.*its wheel"):
+        device.accelerator("played")
+    assert device.count("played") == 0
+    (tmp_path / "torch_played.py").write_text(
+        "import torch\n"
+        "class played:\n"
+        "    device_count = staticmethod(lambda: 3)\n"
+        "    is_available = staticmethod(lambda: True)\n"
+        "    get_device_capability = staticmethod(lambda device: (4, 2))\n"
+        "    current_stream = staticmethod(lambda device: f'stream of {device.index}')\n"
+        "torch.played = played\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        where: Any = SimpleNamespace(type="played", index=2)
+        assert (device.count("played"), device.collective_backend("played")) == (3, "pccl")
+        assert (device.architecture(where), device.platform(where)) == ("pl_42", "musa")
+        assert device.current_stream(where) == "stream of 2"
+        assert device.raw_stream(SimpleNamespace(played_stream=77)) == 77
+    finally:
+        del torch.played
+    with pytest.raises(UsageError, match="cuda_stream or musa_stream or played_stream"):
+        device.raw_stream(SimpleNamespace(other_stream=1))
+    assert device.raw_stream(None) == 0
+
+
+def test_a_port_that_answers_for_cuda_does_not_hide_musa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports for MUSA patch torch.cuda to answer for torch.musa; it may be patched before or after ours is imported."""
+    module = SimpleNamespace(
+        device_count=lambda: 8, is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 5
+    )
+    monkeypatch.setattr(torch, "musa", module, raising=False)
+    for name in ("device_count", "is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, getattr(module, name))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "musa:5")
+    made: list[tuple[str, int]] = []
+    monkeypatch.setattr(device.torch, "device", lambda kind, index: made.append((kind, index)))
+    device.current()
+    device.of_collective_backend("cpu:gloo,musa:mccl")
+    assert made == [("musa", 5), ("musa", 5)] and device.choose("auto", num_local_ranks=8) == "musa"
+
+
+def test_no_code_asks_a_tensor_whether_it_is_on_cuda() -> None:
+    """`is_cuda` says what a port has patched it to say; `device.type` says what it is."""
+    root = Path(comm_core.__file__).parents[1]
+    asking = re.compile(r"\.is_cuda\b|\.is_musa\b")
+    for package in ("comm_core", "mt_moe", "dualpipe", "megatron_patch"):
+        for path in (root / package).rglob("*.py"):
+            assert not asking.search(path.read_text(encoding="utf-8")), path
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
