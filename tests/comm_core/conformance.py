@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from comm_core import ElasticBuffer
+from comm_core import ElasticBuffer, layout
 from comm_core.backends import registry
 from comm_core.runtime import device as devices
 from tests.comm_core import cases
@@ -142,6 +142,14 @@ def conform(
                 report.ran += 1
                 report.bad += cases.run(buffer, case)
     return report
+
+
+def neighbours_swapped(plan: layout.SendPlan) -> layout.SendPlan:
+    """A fault to plant: one row for each rank changes places with its neighbour, every other row is right."""
+    rows, ends = plan.send_token.clone(), plan.send_counts.cumsum(0)
+    for first in (ends - plan.send_counts)[plan.send_counts > 1].tolist():
+        rows[[first, first + 1]] = rows[[first + 1, first]]
+    return replace(plan, send_token=rows)
 
 
 def on_rank(rank: int, backend: str, kind: str, seed: int, num_random: int, tiny: bool) -> Report:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from comm_core import ElasticBuffer, EPHandle, EventOverlap, reference
+from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError, MTMoEError, PeerTimeout, UsageError
 from tests.comm_core import cases
 from tests.comm_core.cases import Case
@@ -87,7 +88,7 @@ SPLIT: list[tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = [
     (FRESH, lambda a: {"do_expand": not a["do_expand"]}),
     (FRESH, lambda a: {"num_max_tokens_per_rank": 77}),
     (ALL_DATA, lambda a: {"x": a["x"].repeat(1, 2)}),
-    (ALL_DATA, lambda a: {"x": a["x"].double() if a["x"].dtype != torch.float64 else a["x"].float()}),
+    (ALL_DATA, lambda a: {"x": a["x"].float() if a["x"].dtype != torch.float32 else a["x"].bfloat16()}),
     (("cached",), lambda a: {"topk_weights": None if a["topk_weights"] is not None else
                              torch.ones(a["handle"].topk_idx.shape)}),
     (("combine",), lambda a: {"bias": a["x"].new_zeros(a["handle"].num_tokens, a["x"].shape[1])}),
@@ -103,6 +104,7 @@ class Conversation:
 
     def __init__(self, buffers: tuple[ElasticBuffer, ElasticBuffer], seed: int) -> None:
         self.buffers, self.rank, self.num_ranks = buffers, buffers[0].rank, buffers[0].num_ranks
+        self._able, self._device = buffers[0]._backend.capabilities, buffers[0].device
         self._rng = random.Random(seed)
         self._open: list[Open] = []
         self._flying: list[tuple[EventOverlap, Callable[[], list[str]]]] = []
@@ -130,7 +132,9 @@ class Conversation:
             return "land"
         if len(self._open) > MOST_OPEN:
             return "combine"
-        choices = {"dispatch": 4, "prepare": 2, "mistake": 4, "barrier": 1}
+        choices = {"dispatch": 4, "prepare": 2, "barrier": 1}
+        # Elsewhere ranks that disagree hear of it later, each at another call.
+        choices |= {"mistake": 4} if self._device.type in self._able.host_checked_kinds else {}
         choices |= {"cached": 3, "combine": 5} if self._open else {}
         choices |= {"land": 2} if self._flying else {}
         return self._rng.choices(list(choices), list(choices.values()))[0]
@@ -138,14 +142,16 @@ class Conversation:
     def _case(self) -> Case:
         rng = self._rng
         num_local = rng.randint(1, 4)
-        return replace(
+        case = replace(
             cases.random_case(rng, self.num_ranks),
             tokens=tuple(rng.choice((0, 1, 2, 3, 5)) for _ in range(self.num_ranks)),
             hidden=rng.choice((8, 16, 40)),
             num_local=num_local,
             num_topk=rng.randint(1, min(5, num_local * self.num_ranks)),
+            dtype=rng.choice(self._able.dtypes),
             prepared=False,
         )
+        return case if self._device.type in self._able.fp8_kinds else replace(case, scales="")
 
     def _opened(self, case: Case) -> tuple[int, cases.Data, list[reference.Dispatched]]:
         data = cases.draw(case)
@@ -158,27 +164,28 @@ class Conversation:
     def _dispatch(self) -> list[str]:
         case = self._case()
         which, data, wanted = self._opened(case)
-        x: Any = data.x[self.rank]
-        x = cases.cast(x, case) if case.scales else x
-        weights = None if data.weights is None else data.weights[self.rank]
-        stats = torch.zeros(case.num_local, dtype=torch.int32)
-        got = cases.send(self.buffers[which], case, x, data.topk_idx[self.rank], weights, stats)
+        x, weights = self._inputs(case, data)
+        stats = torch.zeros(case.num_local, dtype=torch.int32, device=self._device)
+        got = cases.send(self.buffers[which], case, x, data.topk_idx[self.rank].to(self._device), weights, stats)
         self._open.append(Open(which, case, data, wanted, got[3]))
         return self._arriving(self._open[-1], got, stats)
+
+    def _inputs(self, case: Case, data: cases.Data) -> tuple[Any, torch.Tensor | None]:
+        x: Any = data.x[self.rank].to(self._device)
+        weights = None if data.weights is None else data.weights[self.rank].to(self._device)
+        return cases.cast(x, case) if case.scales else x, weights
 
     def _prepare(self) -> list[str]:
         case = self._case()
         which, data, wanted = self._opened(case)
-        handle = self.buffers[which].prepare(data.topk_idx[self.rank], **self._routing(case))
+        handle = self.buffers[which].prepare(data.topk_idx[self.rank].to(self._device), **self._routing(case))
         self._open.append(Open(which, case, data, wanted, handle))
         # Half of them are read at once, the others by a later call.
         return cases.check_handle(handle, case, wanted[self.rank]) if self._rng.random() < 0.5 else []
 
     def _cached(self) -> list[str]:
         it = self._rng.choice(self._open)
-        x: Any = it.data.x[self.rank]
-        x = cases.cast(x, it.case) if it.case.scales else x
-        weights = None if it.data.weights is None else it.data.weights[self.rank]
+        x, weights = self._inputs(it.case, it.data)
         later = self._rng.random() < 0.5
         got = self.buffers[it.buffer].dispatch(
             x, handle=it.handle, topk_weights=weights, async_with_compute_stream=later
@@ -276,9 +283,16 @@ class Conversation:
             call(arguments.pop("x"), **arguments)[-1].current_stream_wait()
 
 
-def talk(rank: int, backend: str, seed: int, num_calls: int) -> tuple[list[str], dict[str, int]]:
-    """A conversation on the default group; what is wrong, and how many calls of each kind were made."""
-    options: Arguments = {"backend": backend, "num_cpu_timeout_secs": TIMEOUT}
+def talk(rank: int, backend: str, seed: int, num_calls: int, kind: str = "cpu") -> tuple[list[str], dict[str, int]]:
+    """A conversation on the default group; what is wrong, and how many calls of each kind were made.
+
+    Args:
+        rank: this rank; ranks share devices where there are fewer of them.
+        backend, seed, num_calls: of the conversation.
+        kind: of device.
+    """
+    device = devices.of(kind, rank % devices.count(kind))
+    options: Arguments = {"backend": backend, "num_cpu_timeout_secs": TIMEOUT, "device": device}
     with ElasticBuffer(**options) as first, ElasticBuffer(allow_multiple_reduction=False, **options) as second:
         conversation = Conversation((first, second), seed)
         conversation.run(num_calls)

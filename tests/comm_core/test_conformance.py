@@ -15,7 +15,7 @@ from comm_core.backends import registry
 from comm_core.backends.base import MoveJob
 from comm_core.runtime import device as devices
 from tests.comm_core import cases
-from tests.comm_core.conformance import check, conform
+from tests.comm_core.conformance import check, conform, neighbours_swapped
 from tests.pool import run_ranks
 
 
@@ -101,12 +101,7 @@ def _faults(group: dist.ProcessGroup, backend: str, seed: int) -> dict[str, int]
         return replace(plan, send_token=plan.send_token.flip(0))
 
     def one_row_elsewhere(*args: Any) -> layout.SendPlan:
-        # One row for each rank changes places with its neighbour; every other row is right.
-        plan = plan_send(*args)
-        rows, ends = plan.send_token.clone(), plan.send_counts.cumsum(0)
-        for first in (ends - plan.send_counts)[plan.send_counts > 1].tolist():
-            rows[[first, first + 1]] = rows[[first + 1, first]]
-        return replace(plan, send_token=rows)
+        return neighbours_swapped(plan_send(*args))
 
     def one_expanded_row_elsewhere(*args: Any) -> layout.RecvPlan:
         # The first two rows of the first expert that has two.

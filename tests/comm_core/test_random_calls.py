@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from comm_core import layout
 from comm_core.backends import registry
+from comm_core.runtime import device as devices
+from tests.comm_core.conformance import neighbours_swapped
 from tests.comm_core.random_calls import talk
 from tests.pool import RankFailure, run_ranks
 
@@ -32,11 +31,7 @@ def _with_a_fault(rank: int, backend: str, seed: int) -> None:
     """Rows are sent in each other's place."""
     plan_send = layout.plan_send
 
-    def swapped(*args: Any) -> layout.SendPlan:
-        plan = plan_send(*args)
-        return replace(plan, send_token=plan.send_token.flip(0))
-
-    layout.plan_send = swapped
+    layout.plan_send = lambda *args: neighbours_swapped(plan_send(*args))
     try:
         talk(rank, backend, seed, 100)
     finally:
@@ -44,8 +39,19 @@ def _with_a_fault(rank: int, backend: str, seed: int) -> None:
 
 
 def test_a_planted_fault_is_found(fresh_random_data: int) -> None:
-    with pytest.raises(RankFailure, match=r"call \d+ \((dispatch|prepare)\): "):
+    with pytest.raises(RankFailure, match=r"rank \d, call \d+ \(\w+\): "):
         run_ranks(3, _with_a_fault, "collective", fresh_random_data)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("kind", devices.KINDS[1:])
+def test_300_calls_on_devices(kind: str, num_ranks: int, fresh_random_data: int) -> None:
+    if devices.count(kind) == 0:
+        pytest.skip(f"this machine has no {kind} device")
+    for backend in set(registry.names_for(kind)) - {"collective"}:
+        answers = run_ranks(num_ranks, talk, backend, fresh_random_data, 300, kind, timeout=200.0)
+        assert [bad for bad, _ in answers] == [[]] * num_ranks
 
 
 @pytest.mark.slow
