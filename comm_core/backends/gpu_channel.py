@@ -12,7 +12,6 @@ and everything behind it ends at once. The channel is broken then; the device's 
 
 from __future__ import annotations
 
-import ctypes
 import time
 import zlib
 from collections import deque
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from comm_core.backends.channel import Channel
 from comm_core.backends.gpu_pool import SymmetricPool
+from comm_core.backends.gpu_records import Records, Words
 from comm_core.event import EventHandle
 from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library, load
@@ -60,24 +60,6 @@ class Call:
     error: MTMoEError | None = None
 
 
-class Words:
-    """Mapped host memory: 32-bit words that kernels write and the host reads.
-
-    Attributes:
-        device: address for kernels.
-        host: address for the host.
-    """
-
-    def __init__(self, library: Library, count: int) -> None:
-        self._library = library
-        self.host, self.device = library.host_alloc(4 * count)
-        self.at = (ctypes.c_uint32 * count).from_address(self.host)
-
-    def free(self) -> None:
-        """Gives the memory back; no kernel may write it any more."""
-        self._library.host_free(self.host)
-
-
 class GpuChannel(Channel):
     """A channel whose rows travel by kernels over symmetric memory.
 
@@ -86,6 +68,7 @@ class GpuChannel(Channel):
         device_timeout: bound of the kernels' waits in seconds (EP_GPU_TIMEOUT_SECS, else the buffer's).
         memory: segments of the ranks.
         blocks: the low-latency calls.
+        records: mapped memory for counts.
         pool: symmetric tensors, where they were asked for.
         num_sms: multiprocessors of the device.
         ticks_per_second: of the kernels' timer.
@@ -106,14 +89,14 @@ class GpuChannel(Channel):
         self.pool: SymmetricPool | None = None
         self.blocks: Any = None  # GpuBlocks, which the first backend of the channel makes
         self._log: dict[int, Call] = {}
-        self._records: list[Words] = []
-        self._abandoned: list[Words] = []
         try:
             self.library = self._loaded()
             index = int(device.index or 0)
             self.num_sms, self.ticks_per_second = self.library.properties(index)
             self.memory = PeerMemory(self.library, index, self.rank, self.num_ranks, self.meet)
-            self.fault = Words(self.library, abi.FAULT_WORDS)
+            counts = abi.REC_TABLES + self.num_ranks * (self.num_ranks + 1) + abi.MAX_LOCAL_EXPERTS
+            self.records = Records(self.library, counts)
+            self.fault = self.records.fault
         except BaseException:
             self.data_queue.close(1.0)
             self.control_queue.close(1.0)
@@ -133,8 +116,7 @@ class GpuChannel(Channel):
                     self.pool.close()
             self.memory.close(collective=together)
             if together:
-                for words in [*self._records, *self._abandoned, self.fault]:
-                    words.free()
+                self.records.close()
         super().release(wait=wait)
 
     def meet(self, value: Any) -> list[Any]:
@@ -317,21 +299,6 @@ class GpuChannel(Channel):
         return self.data_queue.submit(
             fenced if capturing else launch, after=after, tensors=tensors, on_failure=self.note_failure
         )
-
-    def take_record(self, count: int) -> Words:
-        """Mapped memory for the counts of a handle, cleared."""
-        self._records += [words for words in self._abandoned if words.at[abi.REC_SEQ]]
-        self._abandoned = [words for words in self._abandoned if not words.at[abi.REC_SEQ]]
-        for index, words in enumerate(self._records):
-            if len(words.at) >= count:
-                del self._records[index]
-                ctypes.memset(words.host, 0, 4 * len(words.at))
-                return words
-        return Words(self.library, count)
-
-    def give_record(self, words: Words) -> None:
-        """Gives a record back: one that is written is taken again, another once it is."""
-        self._abandoned.append(words)
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the pool of symmetric tensors, where there is none yet (collective).

@@ -15,7 +15,8 @@ import torch
 
 from comm_core import layout as plans
 from comm_core.backends.base import LayoutJob
-from comm_core.backends.gpu_channel import DEFAULT_BOUND, GpuChannel, Words
+from comm_core.backends.gpu_channel import DEFAULT_BOUND, GpuChannel
+from comm_core.backends.gpu_records import Words
 from comm_core.event import EventHandle
 from comm_core.handle import RankLayout
 from comm_core.kernels import library as abi
@@ -185,7 +186,8 @@ class CountsEvent(EventHandle):
         self._settings, self._static = job.settings, devices.is_capturing(channel.device)
         self.device_layout, self.number = layout, number
         self._result: GpuLayout | MTMoEError | None = None
-        self._dropped = weakref.finalize(self, channel.give_record, record)
+        # A replayed graph writes its record again and again: that one is never handed out again.
+        self._dropped = None if self._static else weakref.finalize(self, channel.records.give, record)
 
     def result(self) -> GpuLayout:
         """The layout, as soon as its counts are there.
@@ -225,8 +227,8 @@ class CountsEvent(EventHandle):
             "num_expanded": int(words[abi.REC_EXPANDED]),
             "bound": self._settings["num_max_tokens_per_rank"],
         }
-        if self._dropped.detach():
-            channel.give_record(self._record)
+        if self._dropped is not None and self._dropped.detach():
+            channel.records.give(self._record)
         if not self._static:
             layout, rows = self.device_layout, sum(line[channel.rank] for line in matrix)
             channel.data_queue.submit(lambda: layout.fit(rows), after=[self])
@@ -249,7 +251,7 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
     channel.make_room(abi.RING, 2 * list_bytes, job.op, job.settings)
     number, hashed = channel.number(job.op, job.settings, _id_check(job))
     channel.recent_ids.append(job.kept)
-    record = channel.take_record(abi.REC_TABLES + channel.num_ranks * (channel.num_ranks + 1) + abi.MAX_LOCAL_EXPERTS)
+    record = channel.records.take(capturing=devices.is_capturing(channel.device))
     queue, made = channel.data_queue, []
 
     def launch() -> None:

@@ -131,7 +131,7 @@ class TwinLibrary:
         handed: queue.SimpleQueue[Clock] = queue.SimpleQueue()
         counted = self._queue(name, _layout_spans(call), stream, lambda: self._count(call, handed))
         handed.put(counted)
-        self._recorded[self._host_of[call.record].address] = counted
+        self._recorded[self._on_host(call.record)] = counted
         self._queue("layout place", _place_spans(call), stream, lambda: layout.place(call))
 
     def _count(self, call: Any, handed: queue.SimpleQueue[Clock]) -> None:
@@ -198,6 +198,11 @@ class TwinLibrary:
         """Bytes from an address to the end of its tensor; 0 in a segment, where no tensor ends."""
         block = self._memory.block_of(address)
         return 0 if block is None else block.start + block.num_bytes - address
+
+    def _on_host(self, address: int) -> int:
+        """Where the host sees an address of mapped memory."""
+        start, host = next((at, host) for at, host in self._host_of.items() if at <= address < at + host.num_bytes)
+        return host.address + address - start
 
     def _host(self, address: int) -> int:
         if not any(host.address <= address < host.address + host.num_bytes for host in self._host_of.values()):
