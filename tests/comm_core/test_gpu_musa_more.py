@@ -1,0 +1,116 @@
+"""More of the gpu backend over the double of torch_musa: what is beside plain calls, and a process full of patches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm_core import ElasticBuffer
+from comm_core.runtime import device as devices
+from tests.comm_core import cases, random_calls, test_kernels_gpu
+from tests.comm_core.cases import Case
+from tests.pool import Pool
+from tests.twin.tensors import PlayedTensor
+from tests.twin.torch_musa import played
+
+BASE = Case(2, (5, 6), 16, 3, 2, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def _buffer(rank: int, **options: Any) -> ElasticBuffer:
+    settings: dict[str, Any] = {"backend": "gpu", "device": devices.of("musa", rank), "num_cpu_timeout_secs": 20}
+    return ElasticBuffer(dist.group.WORLD, **settings | options)
+
+
+def _low_latency(rank: int, seed: int) -> list[str]:
+    with played(), mock.patch.object(test_kernels_gpu, "KIND", "musa"):
+        return test_kernels_gpu._low_latency(rank, seed)
+
+
+def test_low_latency_calls(ranks: Pool, fresh_random_data: int) -> None:
+    """The calls that a device makes in test_kernels_gpu."""
+    assert ranks.run(2, _low_latency, fresh_random_data) == [[], []]
+
+
+def _lent(rank: int, seed: int) -> list[str]:
+    """Rows made in symmetric memory give what rows of ordinary memory give; where there is no room, they are copied."""
+    bad: list[str] = []
+    torch.manual_seed(seed + rank)
+    with played(), _buffer(rank) as buffer:
+        assert buffer.reserve_symmetric(2 << 20)
+        pool: Any = buffer._backend._channel.pool  # type: ignore[attr-defined]
+        for num_tokens, fits in ((9, True), (0, False), (7, True), (70_000, False)):
+            ids = torch.rand(min(num_tokens, 20), 6).topk(3, -1)[1].to(buffer.device)
+            ordinary = torch.randn(num_tokens, 24).bfloat16().to(buffer.device)
+            with buffer.symmetric_memory():
+                lent = ordinary.clone()
+            bad += [] if (pool.place_of(lent) is not None) == fits else [f"{num_tokens} tokens: place {fits}"]
+            wanted, _, _, handle, _ = buffer.dispatch(ordinary[: len(ids)], ids, num_experts=6)
+            got = buffer.dispatch(lent[: len(ids)], handle=handle)[0]
+            lent.fill_(float("nan"))  # the call is done: nobody reads the rows any more
+            with buffer.symmetric_memory():
+                rows = wanted * 2
+            one, other = (buffer.combine(item, handle)[0] for item in (wanted * 2, rows))
+            rows.fill_(float("nan"))
+            bad += [] if torch.equal(got, wanted) and torch.equal(one, other) else [f"{num_tokens} tokens: differs"]
+            del lent, rows
+    return bad
+
+
+def test_symmetric_tensors(ranks: Pool, fresh_random_data: int) -> None:
+    assert ranks.run(2, _lent, fresh_random_data) == [[], []]
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    """What ports for MUSA do to a process: torch.cuda answers for torch.musa, tensors say that they are there."""
+    musa: Any = torch.musa  # type: ignore[attr-defined]
+    cuda = {name: getattr(musa, name) for name in ("is_available", "device_count", "is_initialized", "synchronize")}
+    cuda |= {"current_device": lambda: f"musa:{musa.current_device()}", "current_stream": musa.current_stream}
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(PlayedTensor, "is_cuda", True, create=True):
+        yield
+
+
+def _settings(rank: int, seed: int) -> dict[str, list[str]]:
+    case, found = replace(BASE, seed=seed, asynchronous=True, num_bias=1, do_expand=True, alignment=2), {}
+    with played(), _buffer(rank) as buffer:
+        with torch.inference_mode():
+            found["inference"] = cases.run(buffer, case)
+        with mock.patch.dict("os.environ", {"EP_AVOID_RECORD_STREAM": "1"}):
+            found["by reference"] = cases.run(buffer, replace(case, previous=True))
+        side = devices.new_stream(buffer.device)
+        with devices.use_stream(buffer.device, side):
+            found["on another stream"] = cases.run(buffer, replace(case, do_expand=False))
+    with played(), _patched(), _buffer(rank) as buffer:
+        assert torch.zeros(1, device=buffer.device).is_cuda and str(devices.current()) == str(buffer.device)
+        found["patched"] = cases.run(buffer, case)
+    return found
+
+
+def test_modes_streams_and_patches(ranks: Pool, fresh_random_data: int) -> None:
+    for found in ranks.run(2, _settings, fresh_random_data):
+        assert {name: bad for name, bad in found.items() if bad} == {} and len(found) == 4
+
+
+def _talk(rank: int, seed: int) -> tuple[list[str], dict[str, int]]:
+    with played():
+        return random_calls.talk(rank, "gpu", seed, 50, "musa")
+
+
+def test_a_conversation_on_two_buffers(ranks: Pool, fresh_random_data: int) -> None:
+    answers = ranks.run(2, _talk, fresh_random_data)
+    assert [bad for bad, _ in answers] == [[], []]
+    assert answers[0][1] == answers[1][1] and sum(answers[0][1].values()) == 50
