@@ -221,6 +221,30 @@ struct MtBlocksCall {
   int32_t scale_words;
 };
 
+// Words of regions that one kernel raises, or waits for.
+struct MtRegionWords {
+  MtChannel channel;
+  uint64_t words[MT_MAX_RANKS];  // uint32_t*
+  uint32_t values[MT_MAX_RANKS];
+  int32_t peers[MT_MAX_RANKS];   // whose they are
+  int32_t count;
+  int32_t heed;                  // 1: not to wait any more where a rank refuses a call
+};
+
+// out[i] = row row[i] of the table of rank owner[i].
+struct MtRegionRead {
+  uint64_t tables[MT_MAX_RANKS];  // char* [num_rows, width]
+  uint64_t owner;                 // int64 [count]
+  uint64_t row;                   // int64 [count]
+  uint64_t out;                   // char* [count, width]
+  int64_t count;
+  int64_t num_rows;
+  int32_t width;                  // bytes
+  int32_t num_ranks;
+  int32_t num_sms;
+  int32_t padding;
+};
+
 struct MtBarrierCall {
   MtChannel channel;
   uint32_t hash;

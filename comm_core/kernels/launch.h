@@ -41,5 +41,10 @@ int mt_reduce(const MtReduceCall* call, void* stream);
 // The halves of the low-latency calls: 0 dispatch, 1 combine.
 int mt_blocks_send(const MtBlocksCall* call, int kind, int sms, void* stream);
 int mt_blocks_recv(const MtBlocksCall* call, int kind, int sms, void* stream);
+// Regions: words raised in the parts of others, words of the own part awaited, rows read, bytes copied by kernels.
+int mt_region_raise(const MtRegionWords* call, void* stream);
+int mt_region_await(const MtRegionWords* call, void* stream);
+int mt_region_read(const MtRegionRead* call, void* stream);
+int mt_region_copy(void* to, const void* from, uint64_t bytes, int sms, void* stream);
 int mt_barrier(const MtBarrierCall* call, void* stream);
 }

@@ -12,6 +12,7 @@
 #include "layout.cuh"
 #include "low_latency.cuh"
 #include "pool.cuh"
+#include "region.cuh"
 
 namespace mt {
 
@@ -30,6 +31,19 @@ int launch_reduce(const MtReduceCall& call, Stream stream) {
   return launched();
 }
 
+template <typename VEC>
+int launch_region_read(const MtRegionRead& call, Stream stream) {
+  region_read_impl<VEC, 4><<<call.num_sms, 512, 0, stream>>>(call);
+  return launched();
+}
+
+template <typename VEC>
+int launch_region_copy(void* to, const void* from, uint64_t bytes, int sms, Stream stream) {
+  const int64_t count = static_cast<int64_t>(bytes / sizeof(VEC));
+  region_copy_impl<VEC, 4><<<sms, 1024, 0, stream>>>(static_cast<VEC*>(to), static_cast<const VEC*>(from), count);
+  return launched();
+}
+
 }  // namespace mt
 
 extern "C" {
@@ -39,6 +53,7 @@ const char* mt_error_text(int code) { return MT_RT(GetErrorString)(static_cast<M
 int mt_abi(int64_t* sizes, int count) {
   const int64_t known[] = {sizeof(MtChannel), sizeof(MtLayout), sizeof(MtLayoutCall), sizeof(MtDispatchCall),
                            sizeof(MtCombineCall), sizeof(MtReduceCall), sizeof(MtBarrierCall), sizeof(MtState), sizeof(MtBlocksCall),
+                           sizeof(MtRegionWords), sizeof(MtRegionRead),
                            static_cast<int64_t>(MT_CONTROL_BYTES), static_cast<int64_t>(MT_AT_STATE)};
   const int number = sizeof(known) / sizeof(known[0]);
   for (int i = 0; i < number && i < count; ++i) sizes[i] = known[i];
@@ -203,6 +218,32 @@ int mt_blocks_recv(const MtBlocksCall* given, int kind, int sms, void* stream) {
   else if (call.dtype == 1) mt::combine_low_latency_recv_impl<mt_half, 8><<<blocks, 256, 0, on>>>(call);
   else mt::combine_low_latency_recv_impl<float, 4><<<blocks, 256, 0, on>>>(call);
   return mt::launched();
+}
+
+int mt_region_raise(const MtRegionWords* call, void* stream) {
+  mt::region_raise_impl<<<1, MT_MAX_RANKS, 0, mt::stream_of(stream)>>>(*call);
+  return mt::launched();
+}
+
+int mt_region_await(const MtRegionWords* call, void* stream) {
+  mt::region_await_impl<<<1, MT_MAX_RANKS, 0, mt::stream_of(stream)>>>(*call);
+  return mt::launched();
+}
+
+int mt_region_read(const MtRegionRead* given, void* stream) {
+  const MtRegionRead& call = *given;
+  const mt::Stream on = mt::stream_of(stream);
+  const uint64_t steps = static_cast<uint64_t>(call.width) | call.out;  // tables begin at pages
+  if (steps % 16 == 0) return mt::launch_region_read<int4>(call, on);
+  if (steps % 4 == 0) return mt::launch_region_read<int>(call, on);
+  return mt::launch_region_read<char>(call, on);
+}
+
+int mt_region_copy(void* to, const void* from, uint64_t bytes, int sms, void* stream) {
+  const mt::Stream on = mt::stream_of(stream);
+  const uint64_t steps = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes;
+  if (steps % 16 == 0) return mt::launch_region_copy<int4>(to, from, bytes, sms, on);
+  return mt::launch_region_copy<char>(to, from, bytes, sms, on);
 }
 
 int mt_barrier(const MtBarrierCall* call, void* stream) {

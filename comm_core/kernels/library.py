@@ -84,6 +84,14 @@ BlocksCall = _struct(
         _I32,
     ),
 )  # fmt: skip
+RegionWords = _struct(
+    "RegionWords", channel=Channel, words=_U64 * MAX_RANKS, values=_U32 * MAX_RANKS, peers=_I32 * MAX_RANKS,
+    count=_I32, heed=_I32,
+)  # fmt: skip
+RegionRead = _struct(
+    "RegionRead", tables=_U64 * MAX_RANKS, **_pointers("owner", "row", "out"), count=_I64, num_rows=_I64,
+    width=_I32, num_ranks=_I32, num_sms=_I32, padding=_I32,
+)  # fmt: skip
 BarrierCall = _struct("BarrierCall", channel=Channel, hash=_U32, status=_U32)
 State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, differed=_U32,
     blocks_seq=_U32 * 2,
@@ -94,7 +102,19 @@ CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS
 _SIZES = [
     *(
         ctypes.sizeof(t)
-        for t in (Channel, Layout, LayoutCall, DispatchCall, CombineCall, ReduceCall, BarrierCall, State, BlocksCall)
+        for t in (
+            Channel,
+            Layout,
+            LayoutCall,
+            DispatchCall,
+            CombineCall,
+            ReduceCall,
+            BarrierCall,
+            State,
+            BlocksCall,
+            RegionWords,
+            RegionRead,
+        )
     ),
     CONTROL_BYTES,
     AT_STATE,
@@ -114,7 +134,9 @@ class Library:
         CommError: it can not be loaded, or was built from other sources than these.
     """
 
-    _calls: ClassVar[tuple[str, ...]] = ("layout", "dispatch", "combine", "reduce", "barrier")
+    _calls: ClassVar[tuple[str, ...]] = (
+        "layout", "dispatch", "combine", "reduce", "barrier", "region_raise", "region_await", "region_read",
+    )  # fmt: skip
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,7 +224,7 @@ class Library:
         return int(self._lib.mt_wait_word(_U64(word), _U64(fault), ctypes.c_double(seconds)))
 
     def launch(self, name: str, call: ctypes.Structure, stream: int) -> None:
-        """Launches an operation: "layout", "dispatch", "combine", "reduce" or "barrier" with its struct."""
+        """Launches an operation, one of `_calls`, with its struct."""
         assert name in self._calls, name
         self._checked(f"mt_{name}", ctypes.byref(call), _U64(stream))
 
@@ -210,6 +232,10 @@ class Library:
         """Launches the first ("send") or second ("recv") half of a low-latency dispatch (0) or combine (1)."""
         assert half in ("send", "recv"), half
         self._checked(f"mt_blocks_{half}", ctypes.byref(call), _I32(kind), _I32(sms), _U64(stream))
+
+    def copy_by_kernel(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int) -> None:
+        """Copies bytes as `copy`, by loads and stores of some multiprocessors."""
+        self._checked("mt_region_copy", _U64(to), _U64(source), _U64(num_bytes), _I32(num_sms), _U64(stream))
 
     def _made(self, function: str, *args: object) -> int:
         out = ctypes.c_void_p()

@@ -33,6 +33,7 @@ class Vendor:
         stream_handle: attribute of a stream that is the runtime's handle.
         arch_prefix: of the architecture's name, before the numbers of the capability.
         platform: of the kernels' sources and compiler.
+        dlpack: DLPack's number for its memory; torch's own extensions have one in common.
         allocator: class of the module's `memory` that makes an allocator from two functions of a library.
     """
 
@@ -43,6 +44,7 @@ class Vendor:
     stream_handle: str
     arch_prefix: str
     platform: str
+    dlpack: int
     allocator: str
 
 
@@ -55,6 +57,7 @@ VENDORS = {
         stream_handle="cuda_stream",
         arch_prefix="sm",
         platform="cuda",
+        dlpack=2,
         allocator="CUDAPluggableAllocator",
     ),
     "musa": Vendor(
@@ -65,6 +68,7 @@ VENDORS = {
         stream_handle="musa_stream",
         arch_prefix="mp",
         platform="musa",
+        dlpack=12,
         allocator="MUSAPluggableAllocator",
     ),
 }

@@ -55,6 +55,16 @@ class PeerMemory:
             UnavailableError: on every rank, where one is out of memory or can not open another's.
         """
         self.drop(which)
+        self._bases[which], self.sizes[which] = self.allocate(num_bytes), num_bytes
+        if self.peers:
+            self._write_table()
+
+    def allocate(self, num_bytes: int) -> list[int]:
+        """Memory of this size on each rank, cleared (collective): addresses in this process, by rank.
+
+        Raises:
+            UnavailableError: on every rank, where one is out of memory or can not open another's.
+        """
         mine, handle = self._try(lambda: self._allocated(num_bytes))
         said = self._gather(handle if isinstance(handle, str) else bytes(handle))
         opened: list[int] | str = [0] * self._num_ranks
@@ -64,21 +74,26 @@ class PeerMemory:
         late = self._gather(opened if isinstance(opened, str) else None)
         found = [f"rank {r}: {a or b}" for r, (a, b) in enumerate(zip(problems, late, strict=True)) if a or b]
         if found:
+            if isinstance(opened, list) and any(opened):
+                self.close_views(opened)
+            self._gather(None)  # nobody has it open any more
             if mine:
                 self._library.free(mine)
             raise UnavailableError(f"no symmetric memory of {num_bytes} bytes: {'; '.join(found)}")
         assert isinstance(opened, list)
-        self._bases[which], self.sizes[which] = opened, num_bytes
-        if self.peers:
-            self._write_table()
+        return opened
+
+    def close_views(self, bases: list[int]) -> None:
+        """Closes what this rank has open of the others' memory; once all ranks have, its owner may free it."""
+        for rank, base in enumerate(bases):
+            if rank != self._rank:
+                self._library.close(base)
 
     def drop(self, which: int) -> None:
         """Frees a segment, where there is one: first the others' views of it, then the memory (collective)."""
         if not self.sizes[which]:
             return
-        for rank, base in enumerate(self._bases[which]):
-            if rank != self._rank:
-                self._library.close(base)
+        self.close_views(self._bases[which])
         self._gather(None)
         self._library.free(self.base(which))
         self._bases[which], self.sizes[which] = [0] * self._num_ranks, 0
@@ -103,9 +118,7 @@ class PeerMemory:
             for rank, handle in enumerate(handles):
                 found.append(mine if rank == self._rank else self._library.open(self._device, handle))
         except CommError as error:
-            for rank, base in enumerate(found):
-                if rank != self._rank:
-                    self._library.close(base)
+            self.close_views(found)
             return (
                 f"memory of rank {len(found)} can not be opened ({error}); it needs devices of one host that see each "
                 "other, in one container, without CUDA_VISIBLE_DEVICES hiding the other's"
