@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks import ep_ceiling, ep_data, ep_floors, ep_operations, ep_timing, harness
+from benchmarks import ep_ceiling, ep_data, ep_floors, ep_low_latency, ep_operations, ep_timing, harness
 from benchmarks.ep_data import Shape
 from benchmarks.ep_floors import Measured
 from benchmarks.ep_operations import Bench, Operation
@@ -150,7 +150,8 @@ def run(given: argparse.Namespace, shape: Shape, device: torch.device, seed: int
         prints = gathered([bench.fingerprint() for bench in benches])
         if any(other != prints[0] for other in prints):
             raise CommError("the ranks drew different tokens from one seed; they need devices of one kind")
-        buffer.reserve_symmetric(sum(ep_data.room(bench.shape, bench.routings) for bench in benches) + _SLACK_BYTES)
+        room = sum(ep_data.room(bench.shape, bench.routings) for bench in benches) + ep_low_latency.room(little)
+        buffer.reserve_symmetric(room + _SLACK_BYTES)
         tried = (8, 32) if given.quick else ep_ceiling.COUNTS
         ceiling = ep_ceiling.measure(buffer, timer, shape.tokens * shape.hidden * 2, tried)
         measured = []

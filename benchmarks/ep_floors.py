@@ -50,8 +50,8 @@ FLOORS = (
     Floor(Operation("dispatch", "bf16", expanded=True, cached=True), "", 362, 450),
     Floor(Operation("combine", "bf16"), "469 us, 64 SMs", 362, 370, 440),
     Floor(Operation("combine", "bf16", expanded=True), "524 us", 362, 460, 510),
-    Floor(Operation("dispatch", "fp8", graph=True), "17.6 us, kernels", 0, 14),
-    Floor(Operation("combine", "bf16", graph=True), "", 0, 14),
+    Floor(Operation("dispatch", "fp8", graph=True, low_latency=True), "17.6 us, kernels", 0, 14, 14),
+    Floor(Operation("combine", "bf16", graph=True, low_latency=True), "", 0, 14),
 )
 
 
@@ -115,7 +115,7 @@ def row(measured: Measured, ceiling_gbs: float) -> dict[str, Any]:
         "peer_gbs": round(measured.remote_bytes / us / 1e3, 1),
         "over_ceiling": round(us * ceiling_gbs * 1e3 / measured.remote_bytes, 3) if measured.remote_bytes else None,
     }
-    return made | {name: True for name in ("graph", "host_wait") if getattr(operation, name)}
+    return made | {name: True for name in ("graph", "host_wait", "low_latency") if getattr(operation, name)}
 
 
 def verdict(measured: Measured) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import ep_data
 from benchmarks.ep_data import Shape
+from benchmarks.ep_low_latency import Decode
 from comm_core import ElasticBuffer
 from comm_core.runtime.errors import CommError
 
@@ -34,6 +35,7 @@ class Operation:
         zero_copy: what is sent lies in symmetric memory.
         host_wait: a fresh dispatch that waits on the host for its counts.
         graph: a captured graph is replayed.
+        low_latency: a call of V1's interface for decoding.
     """
 
     operation: str
@@ -43,6 +45,7 @@ class Operation:
     zero_copy: bool = False
     host_wait: bool = False
     graph: bool = False
+    low_latency: bool = False
 
     @property
     def static(self) -> bool:
@@ -51,6 +54,7 @@ class Operation:
 
     def __str__(self) -> str:
         words = [
+            "low-latency" * self.low_latency,
             "cached" * self.cached,
             self.operation,
             self.dtype.upper(),
@@ -83,7 +87,9 @@ def large() -> list[Operation]:
 
 def small() -> list[Operation]:
     """Those of a few tokens, as decoding has them."""
-    return with_zero_copy([Operation("dispatch", "fp8", graph=True), Operation("combine", "bf16", graph=True)])
+    decode = {"graph": True, "low_latency": True}
+    # A dispatch casts its tokens on the way: there is no copy to save.
+    return [Operation("dispatch", "fp8", **decode), *with_zero_copy([Operation("combine", "bf16", **decode)])]
 
 
 def with_zero_copy(kinds: Iterable[Operation]) -> list[Operation]:
@@ -112,6 +118,7 @@ class Bench:
         self.routings = [ep_data.route(self.tokens.ids, rank, shape) for rank in range(shape.ranks)]
         self._handles: dict[tuple[bool, bool], Any] = {}
         self._inputs: dict[tuple[str, str, bool, bool, bool], Any] = {}
+        self._decode = Decode(buffer, shape, self.tokens, seed, self._lent)
 
     def fingerprint(self) -> list[int]:
         """Equal on ranks that drew the same."""
@@ -119,7 +126,7 @@ class Bench:
         return [int(part.view(torch.uint8).sum(dtype=torch.int64)) for part in parts]
 
     def remote_bytes(self, operation: Operation) -> int:
-        """Bytes of rows (with their scales) that cross into the busiest rank."""
+        """Bytes of rows (with their scales) that cross into the busiest rank; a low-latency row crosses once a lane."""
         by_dispatch, by_combine = ep_data.remote_rows(self.routings)
         if operation.operation == "combine":
             return by_combine * self.shape.hidden * 2
@@ -129,6 +136,13 @@ class Bench:
 
     def call(self, operation: Operation) -> Callable[[int], Tensors]:
         """A function that carries the operation out once with a number of SMs and returns its outputs by name."""
+        if operation.low_latency:
+            decode = self._decode
+            return (
+                decode.dispatch()
+                if operation.operation == "dispatch"
+                else decode.combine(zero_copy=operation.zero_copy)
+            )
         if operation.operation == "combine":
             return self._combine(operation)
         x = self._sent(operation)
@@ -139,6 +153,8 @@ class Bench:
 
     def wanted(self, operation: Operation) -> Tensors:
         """What these outputs must be, from the tokens of all ranks; FP8 as bytes."""
+        if operation.low_latency:
+            return self._decode.arrived() if operation.operation == "dispatch" else self._decode.combined()
         static, mine = operation.static, self.routings[self.rank]
         if operation.operation == "combine":
             rows = [self._answers(rank, operation.expanded, static=static) for rank in range(self.shape.ranks)]
@@ -163,9 +179,10 @@ class Bench:
     def check(self, operation: Operation, got: Tensors, wanted: Tensors) -> list[str]:
         """What differs, in words; every byte counts, also of the empty rows behind the real ones."""
         bad = []
+        got = self._decode.without_empty(got) if operation.low_latency else got
         for (name, have), (_, want) in zip(got, wanted, strict=True):
             have = have.view(torch.uint8) if have.element_size() == 1 else have
-            if operation.static and operation.operation == "dispatch":
+            if operation.static and operation.operation == "dispatch" and not operation.low_latency:
                 want = ep_data.padded(want, have.shape[0], -1 if name == "ids" else 0)
             if have.shape != want.shape or have.dtype != want.dtype:
                 bad.append(f"{name} is {list(have.shape)} {have.dtype}, wanted {list(want.shape)} {want.dtype}")
@@ -180,6 +197,7 @@ class Bench:
         """Lets go of tensors in symmetric memory, before the buffer is closed."""
         self._inputs.clear()
         self._handles.clear()
+        self._decode.release()
 
     def _fresh(self, x: Any, expanded: bool, *, static: bool, sms: int) -> Any:
         tokens, shape = self.tokens, self.shape

@@ -125,7 +125,11 @@ def test_the_table_has_a_line_for_each_row_and_every_floor_is_measured() -> None
     assert len(lines) == 1 + len(measured)
     for floor in ep_floors.FLOORS:
         for zero_copy in (False, True):
-            name, wanted = str(replace(floor.operation, zero_copy=zero_copy)), floor.us(zero_copy)
+            operation = replace(floor.operation, zero_copy=zero_copy)
+            if operation not in [item.operation for item in measured]:
+                assert operation.low_latency and operation.operation == "dispatch"  # it casts, there is no copy to save
+                continue
+            name, wanted = str(operation), floor.us(zero_copy)
             (line,) = [line for line in lines if line.startswith(f"{name}  ")]
             if wanted is not None:
                 assert line.endswith("pass" if wanted >= 100 else "missed by 86.0 us (614%)"), line
@@ -255,7 +259,10 @@ def _carried_out(rank: int, seed: int, plant: bool) -> list[str]:
             with ep_operations.poisoned():
                 got = call(4)
             if plant and rank == 1:
-                got[-1][1].view(torch.uint8).view(-1)[-1] += 1
+                part = got[-1][1]
+                if operation.low_latency and operation.operation == "dispatch":  # behind the counts nothing is compared
+                    part = got[0][1][int(got[-1][1].argmax())][:1]
+                part.view(torch.uint8).view(-1)[-1] += 1
             found = bench.check(operation, got, wanted)
             bad += found or [f"nothing found: {operation}"] * plant
         bench.release()
