@@ -242,7 +242,12 @@ class CommQueue:
                 self._stream.wait_stream(caller)
             for event in events:
                 event.current_stream_wait()
-            fn()
+            try:
+                fn()
+            except BaseException as error:
+                if on_failure is not None:
+                    on_failure(error)
+                raise
             done = EventHandle(self.device)
         self._hold(done, tensors)
         return done

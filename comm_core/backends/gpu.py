@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from comm_core.backends.base import BlocksJob, Capabilities, LayoutJob, MoveJob,
 from comm_core.backends.gpu_blocks import GpuBlocks
 from comm_core.backends.gpu_channel import GpuChannel
 from comm_core.backends.gpu_layout import CountsEvent, DeviceLayout, ring_half, start_layout
+from comm_core.backends.gpu_region import GpuRegions
 from comm_core.event import EventHandle
 from comm_core.kernels import build
 from comm_core.kernels import library as abi
@@ -88,18 +90,23 @@ class GpuBackend:
         moves_scales=True,
         zero_copy=True,
         low_latency=True,
+        region_kinds=("cuda", "musa"),
+        one_sided_reads=True,
     )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         channel = GpuChannel.acquire(group, device, timeout)
         assert isinstance(channel, GpuChannel)
         channel.blocks = channel.blocks or GpuBlocks(channel)
+        channel.regions = channel.regions or GpuRegions(channel)
         self._channel, self.device = channel, device
         self.rank, self.num_ranks = channel.rank, channel.num_ranks
         self.buffer_id = channel.next_buffer_id()
         self.queue = channel.data_queue
         # Bytes a second that this rank reads from the others at most, in GB/s; None for as fast as it goes.
         self.pace_gbs: float | None = None
+        # Multiprocessors that move messages of regions; 0 for the copy engine.
+        self.region_sms = 0
 
     @staticmethod
     def why_not(kind: str) -> str | None:
@@ -238,14 +245,17 @@ class GpuBackend:
         return _Checked(event, self._channel)
 
     def agree(self, op: str, settings: Any, *, drained: bool = False) -> EventHandle:
-        """Compares a call on the control group; `drained` waits for the device first."""
+        """Compares a call, here and now; `drained` waits for the device first."""
         self._channel.check_alive()
-        here = self.queue.submit(lambda: None) if drained else None
-        return self._channel.submit_agreed(op, dict(settings), None, 0, after=here)
+        if drained:
+            _Checked(self.queue.submit(lambda: None), self._channel).synchronize()
+        done: Future[Any] = Future()
+        done.set_result(self._channel.meet_in_call(op, dict(settings)))
+        return EventHandle.of_future(done)
 
     def open_region(self, op: str, num_bytes: int, num_lanes: int) -> Region:
-        """Not there: `Capabilities.region_kinds` is empty."""
-        raise UsageError(f"{op} with backend 'gpu'", allowed="backends with regions", fix="use backend='collective'")
+        """Memory shared by IPC (collective)."""
+        return self._channel.regions.open(self, op, num_bytes, num_lanes)
 
     def note_failure(self, error: BaseException) -> None:
         """Later calls raise; the others find out by their timeout."""
@@ -262,6 +272,7 @@ class GpuBackend:
         try:
             if together:
                 self.barrier().synchronize()
+                channel.regions.close(self)
         finally:
             channel.release(wait=together and channel.broken is None)
 

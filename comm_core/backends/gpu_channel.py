@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
-from comm_core.backends.channel import Channel
+from comm_core.backends.channel import Agreement, Channel
 from comm_core.backends.gpu_pool import SymmetricPool
 from comm_core.backends.gpu_records import Records, Words
 from comm_core.event import EventHandle
@@ -52,12 +52,16 @@ class Call:
         settings: what must be equal on all ranks.
         problem: gives what is wrong with it on this rank, or None; asked only where something is.
         error: the error it ended with.
+        where: of a move of a region: what it is, in words.
+        behind: of a move: number of the last call before it; calls after it are void where it went wrong.
     """
 
     op: str
     settings: dict[str, int]
     problem: Callable[[], UsageError | None]
     error: MTMoEError | None = None
+    where: str = ""
+    behind: int | None = None
 
 
 class GpuChannel(Channel):
@@ -68,6 +72,7 @@ class GpuChannel(Channel):
         device_timeout: bound of the kernels' waits in seconds (EP_GPU_TIMEOUT_SECS, else the buffer's).
         memory: segments of the ranks.
         blocks: the low-latency calls.
+        regions: memory for messages and stored entries.
         records: mapped memory for counts.
         pool: symmetric tensors, where they were asked for.
         num_sms: multiprocessors of the device.
@@ -87,7 +92,9 @@ class GpuChannel(Channel):
         self.recent_ids: deque[torch.Tensor] = deque(maxlen=8)
         self.captured: set[int] = set()
         self.pool: SymmetricPool | None = None
-        self.blocks: Any = None  # GpuBlocks, which the first backend of the channel makes
+        # GpuBlocks and GpuRegions, which the first backend of the channel makes.
+        self.blocks: Any = None
+        self.regions: Any = None
         self._log: dict[int, Call] = {}
         try:
             self.library = self._loaded()
@@ -114,6 +121,8 @@ class GpuChannel(Channel):
                 self.meet(None)
                 if self.pool is not None:
                     self.pool.close()
+                if self.regions is not None:
+                    self.regions.close()
             self.memory.close(collective=together)
             if together:
                 self.records.close()
@@ -156,8 +165,9 @@ class GpuChannel(Channel):
         return self.issued, zlib.crc32(text.encode())
 
     def call_of(self, number: int) -> Call:
-        """A call that was made; one long gone has no settings any more."""
-        return self._log.get(number) or Call("barrier", {}, lambda: None)
+        """A call that was made, or a move of a region; one long gone has no settings any more."""
+        found = self._log.get(number) or (self.regions.call_of(number) if self.regions is not None else None)
+        return found or Call("barrier", {}, lambda: None)
 
     def refuse(self, op: str, problem: UsageError) -> NoReturn:
         """Takes part in a call only to say that it is wrong here."""
@@ -218,7 +228,8 @@ class GpuChannel(Channel):
         call = self.call_of(number)
         if call.error is not None:
             raise call.error
-        self._calls = number - 1
+        last = number if call.behind is None else call.behind
+        self._calls = number - 1 if call.behind is None else last
         rows = [0] * self.num_ranks
         error: MTMoEError
         try:
@@ -230,15 +241,20 @@ class GpuChannel(Channel):
         call.error = error
         if self.broken is None:
             self._settle()
-            for later in range(number + 1, self.issued + 1):
-                self.call_of(later).error = CommError(f"call {later} is void: it followed call {number}: {error}")
+            for later in range(last + 1, self.issued + 1):
+                self.call_of(later).error = CommError(f"call {later} is void: it followed call {last}: {error}")
         raise error
 
-    def _compare(self, op: str, settings: dict[str, int], problem: UsageError | None, rows: list[int]) -> None:
+    def agreed(self, error: Exception) -> None:
+        """Notes an error behind which the channel works on: all ranks have it, or nobody waits because of it."""
+        self._agreed.add(error)
+
+    def _compare(self, op: str, settings: dict[str, int], problem: UsageError | None, rows: list[int]) -> Agreement:
         """Compares a call on the host, in the control thread, where other exchanges of the control group run."""
         self._comparing = True  # the exchange asks whether the channel is alive
         try:
-            self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).synchronize()
+            said: Agreement = self.control_queue.submit(lambda: self.agree(op, settings, problem, 0, rows)).result()
+            return said
         finally:
             self._comparing = False
 
@@ -258,11 +274,11 @@ class GpuChannel(Channel):
         devices.synchronize(self.device)
         self.meet(None)
 
-    def meet_in_call(self, op: str, settings: dict[str, int]) -> None:
+    def meet_in_call(self, op: str, settings: dict[str, int]) -> Agreement:
         """Meets all ranks in one call before they do something on the host; raises on all where one is elsewhere."""
         self._calls = self.issued
         try:
-            self._compare(op, settings, None, [0] * self.num_ranks)
+            return self._compare(op, settings, None, [0] * self.num_ranks)
         except MTMoEError:
             if self.broken is None:
                 self._settle()
@@ -279,6 +295,8 @@ class GpuChannel(Channel):
         devices.synchronize(self.device)
         self.fault.at[abi.FAULT_DIFFERENT] = 0
         self.meet(None)
+        if self.regions is not None:
+            self.regions.resume()
 
     def submit(
         self, launch: Callable[[], object], after: Iterable[EventHandle | None], tensors: Sequence[torch.Tensor]
@@ -345,10 +363,11 @@ class GpuChannel(Channel):
 
     def _lost(self) -> NoReturn:
         number, peer = int(self.fault.at[abi.FAULT_NUMBER]), int(self.fault.at[abi.FAULT_PEER])
-        op = self.call_of(number).op
+        call = self.call_of(number)
+        what = call.where or f"{call.op} (call {number})"
         time.sleep(0)  # let other threads of this process see the fault too
         self.broken = PeerTimeout(
-            f"{op} (call {number}) on rank {self.rank} of group {self.ranks} got no answer from rank {peer} within "
+            f"{what} on rank {self.rank} of group {self.ranks} got no answer from rank {peer} within "
             f"{self.device_timeout:g} s; check that every rank is alive and makes the same calls, or raise "
             "num_cpu_timeout_secs. The device's context is usable; close the buffer and build a new one"
         )

@@ -18,7 +18,7 @@ import torch
 
 from comm_core.kernels import library as abi
 from comm_core.runtime.errors import CommError
-from tests.twin import blocks, layout, rows
+from tests.twin import blocks, layout, region, rows
 from tests.twin.channel import TICKS
 from tests.twin.memory import Mapping, Pool, Segments, numbers_at, words
 from tests.twin.order import Clock, Span
@@ -149,6 +149,14 @@ class TwinLibrary:
     def ceiling(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int, *, threads: int = 1024) -> None:
         self.copy(to, source, num_bytes, stream)
 
+    def copy_by_kernel(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int) -> None:
+        assert num_sms > 0
+        self.launched.append("region_copy")
+        self.copy(to, source, num_bytes, stream)
+
+    def copy_by_kernel(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int) -> None:
+        self.copy(to, source, num_bytes, stream)
+
     def delay(self, ticks: int, stream: int) -> None:
         self._queue("delay", [], stream, lambda: time.sleep(ticks / TICKS))
 
@@ -230,6 +238,9 @@ _KERNELS: dict[str, Callable[[Any], None]] = {
     "combine": rows.combine,
     "reduce": rows.reduce,
     "barrier": rows.barrier,
+    "region_raise": region.raise_words,
+    "region_await": region.await_words,
+    "region_read": region.read,
 }
 
 
@@ -313,4 +324,8 @@ _SPANS: dict[str, Callable[[TwinLibrary, Any], list[Span]]] = {
     "combine": _combine_spans,
     "reduce": _reduce_spans,
     "barrier": lambda _, call: _channel(call),
+    # On any stream: what they share with other kernels of the channel they read and write by flags and atomics.
+    "region_raise": lambda _, call: region.word_spans(call, True),
+    "region_await": lambda _, call: region.word_spans(call, False),
+    "region_read": lambda _, call: region.read_spans(call),
 }

@@ -7,7 +7,10 @@ streams. `data_ptr()` is the address of the memory, as for any device.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
+from comm_core.shmem import foreign
+from tests.twin.memory import numbers_at
 from tests.twin.order import Order, Span
 from tests.twin.streams import KIND, Device
 
@@ -29,6 +34,8 @@ _FRESH = {
     "zeros_like",
     "ones_like",
 }
+# kDLExtDev of dlpack.h.
+_DLPACK = 12
 # Operations that are a view or a copy; in inference mode they come here as they are.
 _MAY_COPY = {"to", "reshape", "contiguous", "flatten"}
 
@@ -36,18 +43,23 @@ _MAY_COPY = {"to", "reshape", "contiguous", "flatten"}
 class Block:
     """One allocation. It ends with the last tensor in it, and is then checked as torch's allocator would use it again.
 
+    Memory that is not torch's has no stream.
+
     Attributes:
         host: a tensor of the CPU over all of it; queued work keeps it.
         recorded: streams that `record_stream` has named.
     """
 
-    def __init__(self, order: Order, host: torch.Tensor, stream: int, given: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, order: Order, host: torch.Tensor, stream: int | None, given: Callable[[], None] | None = None
+    ) -> None:
         self.host, self.recorded = host, set[int]()
         storage = host.untyped_storage()
         self.start, self.num_bytes = storage.data_ptr(), storage.nbytes()
         if given is not None:
             weakref.finalize(self, given)
-        weakref.finalize(self, order.freed, self.start, self.num_bytes, stream, self.recorded)
+        if stream is not None:
+            weakref.finalize(self, order.freed, self.start, self.num_bytes, stream, self.recorded)
 
 
 class Memory:
@@ -71,6 +83,25 @@ class Memory:
         block = Block(self.device.order, host, lane.number, self.given.pop(host.data_ptr(), None))
         self._blocks.add(block)
         return PlayedTensor(host, block, torch.device(KIND, index), self)
+
+    def imported(self, capsule: object) -> PlayedTensor:
+        """A tensor over memory of another owner, as torch makes it of a DLPack capsule."""
+        point = ctypes.pythonapi.PyCapsule_GetPointer
+        point.restype, point.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        given = foreign.Managed.from_address(point(capsule, b"dltensor"))
+        if given.device_type != _DLPACK or (given.code, given.bits, given.lanes, given.ndim) != (1, 8, 1, 1):
+            raise RuntimeError(f"no memory of the played device in a capsule of device type {given.device_type}")
+        assert not given.deleter, "torch would call it"
+        host = numbers_at(given.data, given.shape[0], torch.uint8)
+        block = Block(self.device.order, host, None)
+        self._blocks.add(block)
+        return PlayedTensor(host, block, torch.device(KIND, given.device_id), self)
+
+    @staticmethod
+    def watch(tensor: PlayedTensor) -> Callable[[], bool]:
+        """What foreign.watch gives: tensors here have no storage in common but a block."""
+        block = weakref.ref(tensor.block)
+        return lambda: block() is None
 
     def make(self, index: int, make: Callable[[], torch.Tensor]) -> PlayedTensor:
         """A tensor that `make` makes on the CPU, its memory taken from the thread's pool where it has chosen one."""
@@ -224,6 +255,21 @@ def register(memory: Memory) -> None:
     torch._C._acc.register_python_privateuseone_hook(hook)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     _kept.extend([library, hook, guard])
+
+
+def without_dtensor() -> None:
+    """Makes torch look for DTensor now, and find nothing.
+
+    It asks for that class at the first operation on a tensor like ours; to import it takes longer than most tests.
+    """
+    name = "torch.distributed.tensor"
+    if name not in sys.modules and name not in _kept:
+        _kept.append(name)
+        stub: Any = types.ModuleType(name)
+        stub.DTensor = type("DTensor", (), {})
+        sys.modules[name] = stub
+        torch.empty(1, device=torch.device(KIND, 0)).add_(1)
+        del sys.modules[name]
 
 
 def _empty(

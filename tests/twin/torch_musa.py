@@ -24,6 +24,7 @@ import torch.distributed as dist
 from comm_core.backends import gpu_channel
 from comm_core.kernels import build
 from comm_core.runtime.errors import BuildError
+from comm_core.shmem import foreign
 from tests.twin import tensors
 from tests.twin.library import TwinLibrary
 from tests.twin.streams import KIND, Device, Event, Stream
@@ -160,15 +161,19 @@ def played(count: int = 2) -> Iterator[Played]:
     if "mccl" not in dist.Backend.backend_list:
         dist.Backend.register_backend("mccl", _mccl, devices=[KIND])
     library, loaded, asked = TwinLibrary(device, memory), gpu_channel.load, build.why_not
+    imported, watched = foreign.from_dlpack, foreign.watch
+    foreign.from_dlpack, foreign.watch = memory.imported, memory.watch  # type: ignore[assignment]
     module: Any = _module(device)
     module.memory = _allocation(memory, library)
     torch._register_device_module(KIND, module)
+    tensors.without_dtensor()
     gpu_channel.load, build.why_not = _loader(library), _why_not  # type: ignore[assignment]
     made = Played(device, library)
     try:
         yield made
     finally:
         gpu_channel.load, build.why_not = loaded, asked
+        foreign.from_dlpack, foreign.watch = imported, watched
         delattr(torch, KIND)
         sys.modules.pop(f"torch.{KIND}", None)
         device.close()
