@@ -154,9 +154,6 @@ class TwinLibrary:
         self.launched.append("region_copy")
         self.copy(to, source, num_bytes, stream)
 
-    def copy_by_kernel(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int) -> None:
-        self.copy(to, source, num_bytes, stream)
-
     def delay(self, ticks: int, stream: int) -> None:
         self._queue("delay", [], stream, lambda: time.sleep(ticks / TICKS))
 
