@@ -272,6 +272,13 @@ def poisoned() -> Iterator[None]:
         torch.set_deterministic_debug_mode("default")
 
 
+def spoil(output: torch.Tensor) -> None:
+    """Fills an output of any strides with what no call gives."""
+    if output.element_size() == 1:
+        output = output.view(torch.uint8)
+    output.fill_(float("nan") if output.is_floating_point() else 0x5A)
+
+
 def _outputs(answer: tuple[Any, Any, Any, Any, Any]) -> Tensors:
     x, ids, weights = answer[:3]
     parts: list[tuple[str, Any]] = [("x", x[0]), ("scales", x[1])] if isinstance(x, tuple) else [("x", x)]

@@ -38,6 +38,24 @@ __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x /
 // What was written before is seen, by the other devices too, before what is written after.
 __device__ __forceinline__ void fence_system() { __threadfence_system(); }
 
+// The same for the threads of this device, between blocks. On MUSA the weaker fence is said to be too weak.
+__device__ __forceinline__ void fence_device() {
+#if defined(MT_MOE_MUSA) || defined(MT_MOE_PORTABLE)
+  __threadfence_system();
+#else
+  __threadfence();
+#endif
+}
+
+// Stores a flag that others wait for, behind everything written before.
+__device__ __forceinline__ void store_flag(volatile uint32_t* flag, uint32_t value) {
+  __threadfence_system();
+  *flag = value;
+#if defined(MT_MOE_MUSA) || defined(MT_MOE_PORTABLE)
+  __threadfence_system();
+#endif
+}
+
 // Ticks of a timer of the device, for timeouts and pacing.
 __device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
 

@@ -36,10 +36,8 @@ __device__ __forceinline__ volatile uint32_t* header(const MtChannel& channel, u
 }
 
 __device__ __forceinline__ void raise_flag(volatile uint32_t* flag, uint32_t value) {
-  fence_system();
   chaos();
-  *flag = value;
-  fence_system();
+  store_flag(flag, value);
 }
 
 // Waits until the flag has come to `value`; false where a wait of this channel has timed out.
@@ -100,7 +98,7 @@ __device__ __forceinline__ bool is_last_block(const MtChannel& channel) {
   __syncthreads();
   if (threadIdx.x == 0) {
     last = atomicAdd(&state_of(channel)->ticket, 1u) == gridDim.x - 1;
-    fence_system();
+    fence_device();
   }
   __syncthreads();
   if (last && threadIdx.x == 0) state_of(channel)->ticket = 0;
