@@ -7,6 +7,7 @@ of it in one row beside the data, padded to 16 bytes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,7 +161,8 @@ class Transport:
             The table, filled when the event is complete; the event.
         """
         num_copies = self._everywhere.num_tokens
-        row = torch.zeros(num_copies, width + width % 2, dtype=torch.int64, device=self.device)
+        with self._queue_memory():
+            row = torch.zeros(num_copies, width + width % 2, dtype=torch.int64, device=self.device)
 
         def fill() -> None:
             row[:, :width] = torch.tensor(list(values()), dtype=torch.int64, device=self.device)
@@ -245,7 +247,8 @@ class Transport:
             if len(tensors) == 1 and fits(tensors[0]):
                 rows, target = tensors[0], mine[0]
             else:
-                rows, target = empty_packed(tensors), None
+                with self._queue_memory():
+                    rows, target = empty_packed(tensors), None
                 after = self.then(functools.partial(pack_into, rows, tensors), [after], [rows, *tensors])
             found, after = self.move(handle, rows, target=target, after=after, compared=compared)
             if target is None:
@@ -267,7 +270,8 @@ class Transport:
         gap = -hidden % WIDTH_MULTIPLE or (0 if hidden else WIDTH_MULTIPLE)
         if gap:
             narrow = [x, *biases]
-            wide = [item.new_zeros(item.shape[0], hidden + gap) for item in narrow]
+            with self._queue_memory():
+                wide = [item.new_zeros(item.shape[0], hidden + gap) for item in narrow]
             after = self.then(functools.partial(_widen, wide, narrow), [after], [*wide, *narrow])
             x, biases = wide[0], wide[1:]
         out, _, done = self.elastic.combine(
@@ -284,6 +288,10 @@ class Transport:
             return out, event
         result = out.new_empty(out.shape[0], hidden)
         return result, self.then(lambda: result.copy_(out[:, :hidden]), [event], [out, result])
+
+    def _queue_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Context for memory that work behind an event fills: the queue's, so that it need not wait for this stream."""
+        return self.elastic._backend.queue.allocating(True)
 
     def then(
         self,
