@@ -13,13 +13,21 @@ import torch
 import torch.distributed as dist
 
 from comm_core import ElasticBuffer
+from comm_core.legacy import Buffer
 from comm_core.runtime import device as devices
-from tests.comm_core import cases, random_calls, test_kernels_gpu
+from tests.comm_core import cases, legacy_cases, random_calls, test_kernels_gpu
 from tests.comm_core.cases import Case
+from tests.comm_core.legacy_cases import World
 from tests.pool import Pool
 from tests.twin.tensors import PlayedTensor
 from tests.twin.torch_musa import played
 
+FORMATS: dict[str, dict[str, bool]] = {
+    "plain": {"use_fp8": False},
+    "scales": {},
+    "powers": {"round_scale": True},
+    "exponents": {"round_scale": True, "use_ue8m0": True},
+}
 BASE = Case(2, (5, 6), 16, 3, 2, torch.bfloat16)
 
 
@@ -37,12 +45,61 @@ def _buffer(rank: int, **options: Any) -> ElasticBuffer:
 
 def _low_latency(rank: int, seed: int) -> list[str]:
     with played(), mock.patch.object(test_kernels_gpu, "KIND", "musa"):
-        return test_kernels_gpu._low_latency(rank, seed)
+        return test_kernels_gpu._low_latency(rank, seed, turns=4)
 
 
 def test_low_latency_calls(ranks: Pool, fresh_random_data: int) -> None:
     """The calls that a device makes in test_kernels_gpu."""
     assert ranks.run(2, _low_latency, fresh_random_data) == [[], []]
+
+
+def _v1(buffer: Buffer, world: World) -> dict[str, torch.Tensor]:
+    """Calls of the V1 interface on the buffer's device; every tensor that comes back and is defined."""
+    here, rank, got = buffer.device, buffer.rank, dict[str, torch.Tensor]()
+    x, ids, weights = (item[rank].to(here) for item in (world.x, world.ids, world.weights))
+    per_rank, _, per_expert, inside, _ = buffer.get_dispatch_layout(ids, world.num_experts)
+    counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": inside, "num_tokens_per_expert": per_expert}
+    recv, idx, recv_weights, _, handle, event = buffer.dispatch(
+        x, **counts, topk_idx=ids, topk_weights=weights, async_finish=True
+    )
+    event.current_stream_wait()
+    back, back_weights, _ = buffer.combine(recv * 2, handle, topk_weights=recv_weights)
+    got |= {"recv": recv, "idx": idx, "weights": recv_weights, "back": back, "back_weights": back_weights, **counts}
+    stats = torch.zeros(world.num_local, dtype=torch.int32, device=here)
+    for name, form in FORMATS.items():
+        hooked = name != "exponents"
+        parts, rows, blocks, event, hook = buffer.low_latency_dispatch(
+            x, ids, 8, world.num_experts, stats, return_recv_hook=hooked, async_finish=not hooked, **form
+        )
+        hook() if hooked else event.current_stream_wait()
+        real = torch.arange(8 * len(world.x)) < rows.cpu()[:, None]
+        received = parts if isinstance(parts, tuple) else (parts,)
+        for part, item in enumerate(received):
+            got[f"{name} {part}"] = legacy_cases.raw(item.cpu())[real]
+        answers = torch.arange(real.numel() * 128).view(*real.shape, 128).remainder(17).to(x.dtype).to(here)
+        home, event, _ = buffer.low_latency_combine(answers, ids, weights, blocks, async_finish=True)
+        event.current_stream_wait()
+        got |= {f"{name} rows": rows, f"{name} home": home, f"{name} source": blocks[0], f"{name} ranges": blocks[1]}
+    return {name: item.cpu() for name, item in (got | {"stats": stats}).items()}
+
+
+def _v1_on_both(rank: int, seed: int) -> list[str]:
+    """What differs between the CPU's backend and this one."""
+    world = legacy_cases.draw(seed, (6, 7), 128, 3, 2, torch.bfloat16, 0.2)
+    answers = []
+    with played() as musa:
+        for backend, device in (("collective", torch.device("cpu")), ("gpu", devices.of("musa", rank))):
+            buffer = Buffer(dist.group.WORLD, backend=backend, device=device, num_cpu_timeout_secs=20)
+            answers.append(_v1(buffer, world))
+            buffer.destroy()
+        assert {"layout", "dispatch", "combine", "dispatch send", "combine recv"} <= set(musa.library.launched)
+    cpu, gpu = answers
+    assert cpu.keys() == gpu.keys()
+    return [name for name in cpu if not legacy_cases.same(gpu[name], cpu[name])]
+
+
+def test_v1_calls_are_those_of_the_cpu(ranks: Pool, fresh_random_data: int) -> None:
+    assert ranks.run(2, _v1_on_both, fresh_random_data) == [[], []]
 
 
 def _lent(rank: int, seed: int) -> list[str]:

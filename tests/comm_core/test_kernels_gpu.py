@@ -223,7 +223,7 @@ def _blocks_wrong(rank: int, job: BlocksJob, xs: list[torch.Tensor], all_ids: li
     return bad
 
 
-def _low_latency(rank: int, seed: int) -> list[str]:
+def _low_latency(rank: int, seed: int, turns: int = 12) -> list[str]:
     """Dispatch and combine of several shapes, two outstanding, and a replayed graph of both with new data."""
     device, bad, num_ranks = _device(rank), [], dist.get_world_size()
     bound, hidden, topk, experts = 32, 1152, 4, 4 * num_ranks
@@ -244,7 +244,7 @@ def _low_latency(rank: int, seed: int) -> list[str]:
             out = torch.full((job.topk_idx.shape[0], hidden), float("nan"), device=device, dtype=torch.bfloat16)
             return replace(job, x=rows, out_x=out, out_scales=None, fp8=0, weights=weights), rows
 
-        for turn in range(12):
+        for turn in range(turns):
             kind = turn % 4
             sets = [draw(), draw()]
             jobs = [_blocks_job(rank, xs[rank], ids[rank], bound, experts, kind) for xs, ids, _ in sets]
