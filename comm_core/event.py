@@ -43,6 +43,8 @@ class EventHandle:
 
     Args:
         device: whose current stream is recorded; the accelerator this process uses, else the CPU.
+        stream: the stream of the device that is recorded, where it is known: asking for the current one takes longer
+            than recording.
 
     Attributes:
         number: of the call whose work this is, where that is known at once.
@@ -50,13 +52,13 @@ class EventHandle:
 
     number: int | None = None
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, stream: Any = None) -> None:
         self._device = device if device is not None else devices.current()
         self._future: Future[Any] | None = None
         self._event: Any = None
         if self._device.type != "cpu":
             self._event = devices.new_event(self._device)
-            self._event.record(devices.current_stream(self._device))
+            self._event.record(devices.current_stream(self._device) if stream is None else stream)
 
     @classmethod
     def of_future(cls, future: Future[Any]) -> EventHandle:
@@ -77,10 +79,14 @@ class EventHandle:
         Raises:
             MTMoEError: the error that ended the work, if it failed.
         """
+        self.stream_wait(None)
+
+    def stream_wait(self, stream: Any) -> None:
+        """The same for a stream of the device; None is the current one."""
         if self._future is not None:
             self._future.result()
         elif self._event is not None:
-            devices.current_stream(self._device).wait_event(self._event)
+            (devices.current_stream(self._device) if stream is None else stream).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Blocks the calling thread until the work is done, whatever the device; raises its error."""
@@ -236,19 +242,18 @@ class CommQueue:
             waits = (*events, host_check) if host_check is not None else events
             self._jobs.put(_Job(fn, waits, future, on_failure, torch.is_inference_mode_enabled()))
             return EventHandle.of_future(future)
-        caller = devices.current_stream(self.device)
+        if not events:
+            self._stream.wait_stream(devices.current_stream(self.device))
+        for event in events:
+            event.stream_wait(self._stream)
         with devices.use_stream(self.device, self._stream), torch.no_grad():
-            if not events:
-                self._stream.wait_stream(caller)
-            for event in events:
-                event.current_stream_wait()
             try:
                 fn()
             except BaseException as error:
                 if on_failure is not None:
                     on_failure(error)
                 raise
-            done = EventHandle(self.device)
+        done = EventHandle(self.device, self._stream)
         self._hold(done, tensors)
         return done
 

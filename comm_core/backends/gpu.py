@@ -360,9 +360,9 @@ class _Checked(EventHandle):
         """True when the work is done."""
         return self._inner.query()
 
-    def current_stream_wait(self) -> None:
-        """Makes the current stream wait."""
-        self._inner.current_stream_wait()
+    def stream_wait(self, stream: Any) -> None:
+        """Makes a stream wait."""
+        self._inner.stream_wait(stream)
 
     def synchronize(self) -> None:
         """Blocks until the work is done, and raises what ended it."""

@@ -24,6 +24,9 @@ from comm_core.layout import align
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import MTMoEError, UsageError
 
+# A handle gives memory back when its rows are known, where that is worth the time.
+_SPARE_BYTES = 1 << 20
+
 
 class DeviceLayout:
     """Device memory of one layout.
@@ -47,11 +50,9 @@ class DeviceLayout:
         num_ranks, expand = channel.num_ranks, bool(job.settings["do_expand"])
         num_local, room = job.settings["num_experts"] // num_ranks, bound * num_ranks
         self.kept, self._stream = kept, channel.data_queue.stream
-        self._blocks: dict[str, torch.Tensor] = {}
-        self._tables: dict[str, torch.Tensor] = {}
-        new = {"dtype": torch.int32, "device": channel.device}
+        # Tables by name: the block they lie in, the address, the shape. A tensor of each is made when it is asked for.
+        self._tables: dict[str, tuple[torch.Tensor, int, tuple[int, ...]]] = {}
         self._add(
-            new,
             {
                 "lane_row": (num_tokens, num_topk),
                 "last_lanes": (num_tokens,),
@@ -59,11 +60,11 @@ class DeviceLayout:
                 "row_base": (num_ranks + 1,),
                 "expert_counts": (num_local,),
                 "expert_starts": (num_local + 1,),
-            },
+            }
         )
-        self._add(new, _row_tables(room, num_topk, expand))
+        self._add(_row_tables(room, num_topk, expand))
         chunks, blocks = -(-room // abi.CHUNK), max(1, -(-num_tokens // abi.TOKENS))
-        self._add(new, {"chunk_counts": (chunks, num_local), "block_counts": (blocks, num_ranks)})
+        self._add({"chunk_counts": (chunks, num_local), "block_counts": (blocks, num_ranks)})
         self.struct: Any = abi.Layout(
             topk_idx=kept.data_ptr(),
             num_tokens=num_tokens,
@@ -77,38 +78,46 @@ class DeviceLayout:
 
     def address(self, name: str) -> int:
         """Device address of a table."""
-        return self._tables[name].data_ptr()
+        return self._tables[name][1]
 
     def table(self, name: str, rows: int) -> torch.Tensor:
         """The first `rows` rows of a table, for the current stream."""
         devices.current_stream(self.kept.device).wait_stream(self._stream)
-        return self._tables[name][:rows]
+        return self._tensor(name)[:rows]
 
     def memory(self) -> list[torch.Tensor]:
         """What kernels read of it, for whoever must keep it."""
-        return [*self._blocks.values(), self.kept]
+        return [*{id(block): block for block, _, _ in self._tables.values()}.values(), self.kept]
 
     def fit(self, rows: int) -> None:
         """Leaves room for `rows` received rows alone; on the stream that is current."""
-        if rows * 5 > self.struct.room * 4:
-            return
-        old = dict(self._tables)
-        for name in ("recv_token", "chunk_counts"):
-            del self._blocks[name]
         shapes = _row_tables(rows, self.struct.num_topk, bool(self.struct.expand))
-        self._add({"dtype": torch.int32, "device": self.kept.device}, shapes)
-        for name in shapes:
-            self._tables[name].copy_(old[name][:rows])
+        old = {name: self._tensor(name)[:rows] for name in shapes}
+        self._add(shapes)
+        for name, part in old.items():
+            self._tensor(name).copy_(part)
             setattr(self.struct, name, self.address(name))
         del self._tables["chunk_counts"], self._tables["block_counts"]
         self.struct.room, self.struct.chunk_counts = rows, 0
 
-    def _add(self, new: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-        """Makes tables in one block of memory, called after the first of them."""
+    def spare(self, rows: int) -> int:
+        """Bytes that `fit` would give back."""
+        a_row = 4 * (1 + self.struct.num_topk * (1 + self.struct.expand))
+        return (self.struct.room - rows) * a_row if "chunk_counts" in self._tables else 0
+
+    def _add(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Makes tables in one block of memory."""
         sizes = [math.prod(shape) for shape in shapes.values()]
-        block = self._blocks[next(iter(shapes))] = torch.empty(sum(sizes), **new)
-        for (name, shape), part in zip(shapes.items(), block.split(sizes), strict=True):
-            self._tables[name] = part.view(shape)
+        block = torch.empty(sum(sizes), dtype=torch.int32, device=self.kept.device)
+        at = block.data_ptr()
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            self._tables[name] = block, at, shape
+            at += 4 * size
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        block, at, shape = self._tables[name]
+        first = (at - block.data_ptr()) // 4
+        return block[first : first + math.prod(shape)].view(shape)
 
 
 def _row_tables(rows: int, num_topk: int, expand: bool) -> dict[str, tuple[int, ...]]:
@@ -181,7 +190,7 @@ class CountsEvent(EventHandle):
     number: int
 
     def __init__(self, channel: GpuChannel, job: LayoutJob, layout: DeviceLayout, number: int, record: Words) -> None:
-        super().__init__(channel.device)
+        super().__init__(channel.device, channel.data_queue.stream)
         self._channel, self._record, self._words = channel, record, record.at
         self._settings, self._static = job.settings, devices.is_capturing(channel.device)
         self.device_layout, self.number = layout, number
@@ -231,7 +240,8 @@ class CountsEvent(EventHandle):
             channel.records.give(self._record)
         if not self._static:
             layout, rows = self.device_layout, sum(line[channel.rank] for line in matrix)
-            channel.data_queue.submit(lambda: layout.fit(rows), after=[self])
+            if layout.spare(rows) > _SPARE_BYTES:
+                channel.data_queue.submit(lambda: layout.fit(rows), after=[self])
         return GpuLayout(self.device_layout, counts, channel.rank, self.number)
 
 
