@@ -163,6 +163,10 @@ class GpuRegion:
             whole, is_unused = foreign.tensor_over(channel.device, self._data(channel.rank), max(1, num_bytes))
         self.local = whole[:num_bytes]
         self._memory: Shared | None = Shared(self._bases, is_unused)
+        # Runtimes load a kernel where it is first launched, and may wait for all others then: no await is there yet.
+        with self._stream() as stream:
+            for kernel in ("region_raise", "region_await"):
+                channel.library.launch(kernel, abi.RegionWords(channel=channel.header(0)), stream)
 
     def put(self, where: str, lane: int, peers: Sequence[int], at: int, data: torch.Tensor) -> None:
         """Moves a message to its place in the memory of some ranks and raises their words."""

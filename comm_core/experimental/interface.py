@@ -82,7 +82,7 @@ class Experimental:
         """Starts to fetch entries by number.
 
         One rank may fetch by itself where the backend reads memory of others (`Capabilities.one_sided_reads`:
-        posix does, collective does not); elsewhere all ranks make the call, each with its own indices.
+        gpu and posix do, collective does not); elsewhere all ranks make the call, each with its own indices.
 
         Args:
             indices: int32 [num_tokens, num_entries_per_token], contiguous.

@@ -41,7 +41,7 @@ __global__ void region_await_impl(const MtRegionWords call) {
     if (*aborted) return;
     // Another rank than the awaited one may be what keeps it; it may also have been refused later, so that is not at once.
     const bool awaited = rank == call.peers[i];
-    if ((awaited || ticks() - start > channel.timeout_ticks / 8) && has_refused(channel, rank)) {
+    if ((awaited || ticks() - start > channel.timeout_ticks / 64) && has_refused(channel, rank)) {
       if (static_cast<int32_t>(*word - call.values[i]) >= 0) break;  // it came just before
       note_difference(channel);
       return;

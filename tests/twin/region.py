@@ -44,7 +44,7 @@ class _Waits(Side):
             passed = time.monotonic() - start
             if self.state.aborted or passed > limit:
                 break
-            if (rank == peer or passed > limit / 8) and self.has_refused(rank):
+            if (rank == peer or passed > limit / 64) and self.has_refused(rank):
                 if self.came(index):
                     break
                 self.note_difference()
