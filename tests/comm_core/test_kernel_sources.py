@@ -148,7 +148,7 @@ def test_names_that_musa_has_not_do_not_compile(tmp_path: Path) -> None:
         "__device__ int i(const int* p) { return __ldcg(p); }",
         "__nv_bfloat16 j;",
     ]
-    right = "__device__ float z(mt_bf16 x) { return mt::to_float(x) + __shfl_sync(mt::ALL_LANES, 1, 0); }"
+    right = "__device__ float z(mt_bf16 x) { return mt::widen(x) + __shfl_sync(mt::ALL_LANES, 1, 0); }"
     (tmp_path / "launch.mu").write_text("\n".join([_code(tmp_path / "launch.mu"), right, *wrong]))
     first = len(_code(tmp_path / "launch.mu").splitlines()) - len(wrong) + 1
     done = _check_musa(tmp_path, "-fsyntax-only", "-fmax-errors=0")
