@@ -29,7 +29,7 @@ from comm_core.kernels import library as abi
 from comm_core.kernels.library import Library
 from comm_core.layout import align
 from comm_core.runtime import device as devices
-from comm_core.runtime.errors import UsageError
+from comm_core.runtime.errors import ClosedError, UsageError
 from comm_core.shmem import foreign
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class GpuRegion:
         self._taken = [[0] * num_ranks for _ in range(num_lanes)]
         with torch.inference_mode(False):  # it outlives the caller's mode
             whole, is_unused = foreign.tensor_over(channel.device, self._data(channel.rank), max(1, num_bytes))
-        self.local = whole[:num_bytes]
+            self.local = whole[:num_bytes]
         self._memory: Shared | None = Shared(self._bases, is_unused)
         # Runtimes load a kernel where it is first launched, and may wait for all others then: no await is there yet.
         with self._stream() as stream:
@@ -278,6 +278,8 @@ class GpuRegion:
     def _stream(self) -> Iterator[int]:
         """The current stream of the device, for launches from this thread whatever device is its current one."""
         device = self._channel.device
+        if self._memory is None:  # the call that was to open another in its place has failed, on all ranks
+            raise ClosedError(f"the region of {self._op} is closed; configure it again on every rank")
         if devices.is_capturing(device):
             problem = UsageError(
                 f"{self._op} while a graph is recorded",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from comm_core import ElasticBuffer
 from comm_core.backends.gpu_region import GpuRegion, GpuRegions
-from comm_core.runtime.errors import ClosedError, CommError, CommTimeoutError, UsageError
+from comm_core.runtime.errors import ClosedError, CommError, CommTimeoutError, UnavailableError, UsageError
 from tests.comm_core import experimental_cases
 from tests.comm_core.cases import same_bytes
 from tests.comm_core.experimental_cases import expect_error
@@ -159,6 +159,7 @@ def mistakes(buffer: ElasticBuffer, seed: int) -> list[str]:
         ("num_max_inflight_tensors=0", own, lambda: buffer.pp_set_config(64, 0 if last else 2)),
     ):
         bad += expect_error(kind, says, call)
+    bad += _no_memory(buffer, last)
     buffer.agrs_set_config(1024, 4)
     for says, wrong in (
         ("all_gather of nothing", lambda: buffer.all_gather([])),
@@ -172,6 +173,26 @@ def mistakes(buffer: ElasticBuffer, seed: int) -> list[str]:
             good = out[:, 0].tolist() == list(range(buffer.num_ranks))
             bad += [] if good else [f"after {says!r}: {out.tolist()}"]
     return bad + experimental_cases.sessions(buffer, seed, num_tensors=8) + experimental_cases.engram(buffer, seed)
+
+
+def _no_memory(buffer: ElasticBuffer, last: bool) -> list[str]:
+    """Rank 1 has no memory for a larger region: no rank opens it, and none uses the one it was to take the place of."""
+    library = buffer._backend._channel.library  # type: ignore[attr-defined]
+
+    def none(device: int, num_bytes: int) -> int:
+        raise CommError("mt_alloc failed: out of memory")
+
+    buffer.agrs_set_config(64, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(library, "alloc", none)
+        said = "rank 1: mt_alloc failed: out of memory"
+        bad = expect_error(UnavailableError, said, lambda: buffer.agrs_set_config(1 << 22, 2))
+    buffer.create_agrs_session()
+    x = torch.ones(4, device=buffer.device)
+    bad += expect_error(ClosedError, "configure it again", lambda: buffer._sessions._region.put("", 0, [], 0, x))  # type: ignore[union-attr]
+    buffer._sessions._session.ended = True
+    return bad
 
 
 def lost(make: Callable[[float], ElasticBuffer], limit: float) -> list[str]:

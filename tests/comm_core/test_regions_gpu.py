@@ -34,6 +34,9 @@ def _good(rank: int, seed: int) -> list[str]:
         for turn in range(3):
             bad += region_cases.uses(buffer, seed + 10 * turn)
             bad += region_cases.messages(buffer, seed + turn)
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                bad += region_cases.uses(buffer, seed, 8, 8)
     return bad + region_cases.lifetimes(lambda: _buffer(rank))
 
 

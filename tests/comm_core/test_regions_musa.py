@@ -65,6 +65,22 @@ def test_who_does_not_come_is_named(ranks: Pool) -> None:
     assert ranks.run(2, _lost) == [[], []]
 
 
+def _failing(rank: int) -> list[str]:
+    """Work of a side stream that raises: who submitted it is told before the error goes on."""
+    told: list[BaseException] = []
+
+    def work() -> None:
+        raise KeyError("work")
+
+    with played(), _buffer(rank) as buffer, pytest.raises(KeyError, match="work"):
+        buffer._backend.queue.submit(work, on_failure=told.append)
+    return [str(error) for error in told]
+
+
+def test_work_that_fails_is_told_to_who_submitted_it(ranks: Pool) -> None:
+    assert ranks.run(1, _failing) == [["'work'"]]
+
+
 def _altered(rank: int) -> None:
     """A region with another number for its memory."""
     vendors = devices.VENDORS
