@@ -41,10 +41,6 @@ class Managed(ctypes.Structure):
     )
 
 
-# Torch reads them when the last tensor goes, which may be behind everything else of Python: they stay.
-_kept: list[Managed] = []
-
-
 def tensor_over(device: torch.device, address: int, num_bytes: int) -> tuple[torch.Tensor, Callable[[], bool]]:
     """A tensor over device memory, and a function that says whether all tensors over it are gone.
 
@@ -68,7 +64,8 @@ def tensor_over(device: torch.device, address: int, num_bytes: int) -> tuple[tor
         shape=shape,
         strides=stride,
     )
-    _kept.append(managed)
+    # Torch reads it when the last tensor goes, which may be behind everything else of Python: it stays for good.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     tensor: torch.Tensor = from_dlpack(new_capsule(ctypes.addressof(managed), _NAME, None))
