@@ -138,7 +138,7 @@ class Operations:
             out_x=_bytes(out_x),
             out_idx=out_idx,
             out_weights=out_weights,
-            after=(as_handle(args.previous_event),),
+            after=self._ready(args),
             before_epilogue=as_handle(args.previous_event_before_epilogue),
             num_sms=args.num_sms or handle.num_sms,
         )
@@ -208,7 +208,7 @@ class Operations:
             biases=biases,
             out_x=out_x,
             out_weights=out_weights,
-            after=(as_handle(args.previous_event),),
+            after=self._ready(args),
             before_epilogue=epilogue,
             num_sms=args.num_sms or handle.num_sms,
         )
@@ -225,6 +225,16 @@ class Operations:
             lambda: _sum_lanes(out_x, by_lane, biases), after=[moved, epilogue], tensors=[out_x, by_lane, *biases]
         )
         return out_x, out_weights, event
+
+    def _ready(self, args: DispatchArgs | CombineArgs) -> tuple[EventHandle | None, ...]:
+        """What a move waits for: the caller's event, and the caller's stream where outputs are memory of it.
+
+        That memory may have been another tensor's, which work given to that stream before still uses.
+        """
+        given = as_handle(args.previous_event)
+        if given is None or args.allocate_on_comm_stream:
+            return (given,)
+        return given, EventHandle(self.backend.device)
 
     def _settings_of(self, x: torch.Tensor, weights: torch.Tensor | None) -> dict[str, int]:
         return {

@@ -57,8 +57,11 @@ class FreshDispatch:
         """Queues the steps; the event completes them and raises what was found wrong."""
         args, transport, inside = self._args, self._transport, self._args.is_token_in_rank
         previous, num_ranks = as_handle(args.previous_event), transport.num_ranks
-        lanes = torch.empty(inside.shape[0], min(num_ranks, MAX_TOPK), dtype=torch.int64, device=inside.device)
-        routed = transport.then(lambda: self._route(lanes), [previous], [lanes])
+        # Memory of the call is the caller's stream's, which the comm stream waits for then, or the comm stream's.
+        on_comm = args.allocate_on_comm_stream
+        with transport.allocating(on_comm):
+            lanes = torch.empty(inside.shape[0], min(num_ranks, MAX_TOPK), dtype=torch.int64, device=inside.device)
+        routed = transport.then(lambda: self._route(lanes), [previous], [lanes], here=not on_comm)
         ep = transport.elastic.prepare(
             lanes,
             num_experts=args.num_experts,
@@ -69,7 +72,7 @@ class FreshDispatch:
         shape = checks.shape_of(args)
         width = len(shape) + _WORDS + _HEAD + num_ranks + args.num_experts
         told, arrived = transport.spread_later(width, lambda: self._line(ep, shape), ep.event, compared=False)
-        compared = transport.then(lambda: self._compare(told, len(shape)), [arrived])
+        compared = transport.then(lambda: self._compare(told, len(shape)), [arrived], here=False)
         if not args.num_worst_tokens:
             self.num_rows = ep.num_recv_tokens  # raises what is wrong with the call on every rank
             compared.synchronize()
@@ -78,13 +81,15 @@ class FreshDispatch:
         tensors = [item.detach() for item in (*x, *lists)]
         self.outs, event = transport.send(
             ep, tensors[0], tensors[1:], num_rows=self.num_rows, after=arrived,
-            on_comm_stream=args.allocate_on_comm_stream, compared=False,
+            on_comm_stream=on_comm, compared=False,
         )  # fmt: skip
-        self.handle = routing.empty_handle(ep, inside, self._num_channels, self.num_rows)
+        with transport.allocating(on_comm):
+            self.handle = routing.empty_handle(ep, inside, self._num_channels, self.num_rows)
         steps: list[Callable[[], Any]] = [lambda: routing.fill_handle(self.handle, self._table)]
         if lists:
             steps.append(lambda: localise(self.outs[-2], self.outs[-1], ep))
-        return transport.then(lambda: [step() for step in steps], [event, compared], [*self.outs, *self.handle])
+        tensors = [*self.outs, *self.handle]
+        return transport.then(lambda: [step() for step in steps], [event, compared], tensors, here=not on_comm)
 
     def expert_counts(self) -> list[int]:
         """Aligned counts of the local experts, from what every rank said it sends; none with num_worst_tokens."""

@@ -161,17 +161,21 @@ class Transport:
             The table, filled when the event is complete; the event.
         """
         num_copies = self._everywhere.num_tokens
-        with self._queue_memory():
+        with self.allocating(True):
             row = torch.zeros(num_copies, width + width % 2, dtype=torch.int64, device=self.device)
 
         def fill() -> None:
             row[:, :width] = torch.tensor(list(values()), dtype=torch.int64, device=self.device)
 
-        filled = self.then(fill, [after], [row])
+        filled = self.then(fill, [after], [row], here=False)
         rows = row.view(torch.bfloat16)
         found, moved = self.move(self._everywhere, rows, after=filled, compared=compared)
         table: list[list[int]] = []
-        return table, self.then(lambda: table.extend(found[0].view(torch.int64)[:, :width].tolist()), [moved], [row])
+
+        def read() -> None:
+            table.extend(found[0].view(torch.int64)[:, :width].tolist())
+
+        return table, self.then(read, [moved], [row], here=False)
 
     def move(
         self,
@@ -181,6 +185,7 @@ class Transport:
         target: torch.Tensor | None = None,
         after: EventHandle | None = None,
         compared: bool = True,
+        here: bool = False,
     ) -> tuple[list[torch.Tensor], EventHandle]:
         """Starts a dispatch of rows that fit.
 
@@ -191,9 +196,10 @@ class Transport:
             after: rows are ready then.
             compared: whether the call is compared across ranks, which waits for the counts of the handle; not needed
                 right behind the `prepare` of the handle.
+            here: as in `then`; for `target`, where it is the caller's memory.
 
         Returns:
-            A list that holds the received rows when the event is complete; the event.
+            A list that holds the received rows when the event is complete, for work of the queue; the event.
         """
         self.elastic._check_open()
         settings = None
@@ -206,10 +212,12 @@ class Transport:
             late = _Move(op, settings, handle, rows, nothing, after=(after,), target=target)
             return late.found, backend.dispatch(late)
         num_rows = handle.num_recv_tokens  # a queue that runs on this thread would wait for them as well
-        out = rows.new_empty(num_rows, rows.shape[1]) if target is None else target[:num_rows]
-        event = backend.dispatch(MoveJob(op, settings, handle, rows, out, after=(after,)))
+        with self.allocating(True):
+            out = rows.new_empty(num_rows, rows.shape[1]) if target is None else target[:num_rows]
+        point = EventHandle(self.device) if here and after is not None else None
+        event = backend.dispatch(MoveJob(op, settings, handle, rows, out, after=(after, point)))
         if target is not None:
-            event = self.then(target[num_rows:].zero_, [event], [target])
+            event = self.then(target[num_rows:].zero_, [event], [target], here=False)
         return [out], event
 
     def send(
@@ -241,18 +249,19 @@ class Transport:
         groups = [[x], list(beside)] if fits(x) and beside else [[x, *beside]]
         outs: list[torch.Tensor] = []
         for tensors in groups:
-            with self.elastic._backend.queue.allocating(on_comm_stream):
+            with self.allocating(on_comm_stream):
                 mine = [item.new_empty(num_rows, item.shape[1]) for item in tensors]
             outs += mine
             if len(tensors) == 1 and fits(tensors[0]):
                 rows, target = tensors[0], mine[0]
             else:
-                with self._queue_memory():
+                with self.allocating(True):
                     rows, target = empty_packed(tensors), None
-                after = self.then(functools.partial(pack_into, rows, tensors), [after], [rows, *tensors])
-            found, after = self.move(handle, rows, target=target, after=after, compared=compared)
+                after = self.then(functools.partial(pack_into, rows, tensors), [after], [rows, *tensors], here=False)
+            here = not on_comm_stream
+            found, after = self.move(handle, rows, target=target, after=after, compared=compared, here=here)
             if target is None:
-                after = self.then(functools.partial(_unpack, mine, found), [after], [rows, *mine])
+                after = self.then(functools.partial(_unpack, mine, found), [after], [rows, *mine], here=here)
         assert after is not None  # at least one group
         return outs, after
 
@@ -270,9 +279,9 @@ class Transport:
         gap = -hidden % WIDTH_MULTIPLE or (0 if hidden else WIDTH_MULTIPLE)
         if gap:
             narrow = [x, *biases]
-            with self._queue_memory():
+            with self.allocating(True):
                 wide = [item.new_zeros(item.shape[0], hidden + gap) for item in narrow]
-            after = self.then(functools.partial(_widen, wide, narrow), [after], [*wide, *narrow])
+            after = self.then(functools.partial(_widen, wide, narrow), [after], [*wide, *narrow], here=False)
             x, biases = wide[0], wide[1:]
         out, _, done = self.elastic.combine(
             x,
@@ -286,21 +295,34 @@ class Transport:
         assert event is not None  # asynchronous calls have one
         if not gap:
             return out, event
-        result = out.new_empty(out.shape[0], hidden)
-        return result, self.then(lambda: result.copy_(out[:, :hidden]), [event], [out, result])
+        with self.allocating(on_comm_stream):
+            result = out.new_empty(out.shape[0], hidden)
+        fill = functools.partial(result.copy_, out[:, :hidden])
+        return result, self.then(fill, [event], [out, result], here=not on_comm_stream)
 
-    def _queue_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Context for memory that work behind an event fills: the queue's, so that it need not wait for this stream."""
-        return self.elastic._backend.queue.allocating(True)
+    def allocating(self, on_queue: bool) -> contextlib.AbstractContextManager[Any]:
+        """Context in which new memory is the queue's: work of the queue need not wait for this stream to use it."""
+        return self.elastic._backend.queue.allocating(on_queue)
 
     def then(
         self,
         fn: Callable[[], Any],
         after: Sequence[EventHandle | None],
         tensors: Sequence[torch.Tensor] = (),
+        *,
+        here: bool = True,
     ) -> EventHandle:
-        """Queues local work behind events; `tensors` are what it reads and writes."""
-        return self.elastic._backend.queue.submit(fn, after=after, tensors=tensors)
+        """Queues local work.
+
+        Args:
+            fn: the work.
+            after: events that it waits for.
+            tensors: what it reads and writes.
+            here: it also waits for what the current stream has been given: it writes memory allocated here, which
+                may have been another tensor's, or filled here. False where all such memory is the queue's.
+        """
+        points = [*after, EventHandle(self.device)] if here else after
+        return self.elastic._backend.queue.submit(fn, after=points, tensors=tensors)
 
     @staticmethod
     def wait(event: Event | None) -> None:
