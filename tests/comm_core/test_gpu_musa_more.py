@@ -59,12 +59,19 @@ def _v1(buffer: Buffer, world: World) -> dict[str, torch.Tensor]:
     x, ids, weights = (item[rank].to(here) for item in (world.x, world.ids, world.weights))
     per_rank, _, per_expert, inside, _ = buffer.get_dispatch_layout(ids, world.num_experts)
     counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": inside, "num_tokens_per_expert": per_expert}
-    recv, idx, recv_weights, _, handle, event = buffer.dispatch(
-        x, **counts, topk_idx=ids, topk_weights=weights, async_finish=True
-    )
-    event.current_stream_wait()
-    back, back_weights, _ = buffer.combine(recv * 2, handle, topk_weights=recv_weights)
-    got |= {"recv": recv, "idx": idx, "weights": recv_weights, "back": back, "back_weights": back_weights, **counts}
+    for on_comm in (False, True):
+        early: dict[str, Any] = {"previous_event": Buffer.capture(), "allocate_on_comm_stream": on_comm}
+        early["async_finish"] = True
+        recv, idx, recv_weights, _, handle, event = buffer.dispatch(
+            x, **counts, topk_idx=ids, topk_weights=weights, **early
+        )
+        event.current_stream_wait()
+        answer = recv * 2
+        early["previous_event"] = Buffer.capture()
+        back, back_weights, event = buffer.combine(answer, handle, topk_weights=recv_weights, **early)
+        event.current_stream_wait()
+        now = {"recv": recv, "idx": idx, "weights": recv_weights, "back": back, "back_weights": back_weights}
+        got |= {f"{name} {on_comm}": item for name, item in now.items()} | counts
     stats = torch.zeros(world.num_local, dtype=torch.int32, device=here)
     for name, form in FORMATS.items():
         hooked = name != "exponents"

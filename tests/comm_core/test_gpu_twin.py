@@ -153,6 +153,21 @@ def _misuse(rank: int) -> dict[str, str]:
 
     found["recorded"], found["not recorded"] = _found(freed(True)), _found(freed(False))
 
+    def reused(waits: bool) -> Callable[[Played], None]:
+        def body(musa: Played) -> None:
+            side, source = devices.new_stream(device), torch.ones(4, device=device)
+            side.wait_stream(devices.current_stream(device))
+            (source + 1).sub_(1)  # its memory is free again, and may be that of the next tensor
+            to = torch.empty(4, device=device)
+            if waits:
+                side.wait_stream(devices.current_stream(device))
+            _copy(musa, to, source, side)
+            side.synchronize()
+
+        return body
+
+    found["waits for reuse"], found["reused"] = _found(reused(True)), _found(reused(False))
+
     def host_memory(musa: Played) -> None:
         here, there = torch.ones(4), torch.zeros(4, device=device)
         _copy(musa, there, here, None)  # from the host, as runtimes do
@@ -182,7 +197,8 @@ def _misuse(rank: int) -> dict[str, str]:
 def test_misuse_is_told(ranks: Pool) -> None:
     found = ranks.run(1, _misuse)[0]
     assert "not recorded on another" in found.pop("not recorded") and "ZeroDivisionError" in found.pop("failing")
-    silent = {"recorded", "device's address", "host memory"}
+    assert "whose earlier work it does not wait for" in found.pop("reused")
+    silent = {"recorded", "waits for reuse", "device's address", "host memory"}
     assert {name for name, text in found.items() if not text} == silent, found
     assert {text for text in found.values() if text} == {"CommError"}
 

@@ -54,6 +54,8 @@ class Order:
     streams: dict[int, Clock] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     _accesses: list[Access] = field(default_factory=list)
+    # Memory of torch that is in use: whose stream's, and what that stream had been given when it was allocated.
+    _born: dict[int, tuple[Span, int, int]] = field(default_factory=dict)
     # Memory may be freed, which is checked here, whenever Python collects it: also in the middle of a check.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -69,8 +71,22 @@ class Order:
                 for other in list(self._accesses):
                     if _clash(mine, other) and not _knows(clock, other):
                         self.fail(f"{_told(mine)}, {_told(other)}: nothing orders them")
+                self._check_born(mine, clock)
             self._accesses += fresh
             return dict(clock)
+
+    def _check_born(self, mine: Access, clock: Clock) -> None:
+        """Memory may have been another tensor's before: who uses it must be behind what its stream did until then."""
+        for span, owner, number in list(self._born.values()):
+            if owner != mine.stream and _overlap(mine.span, span) and clock.get(owner, 0) < number:
+                self.fail(f"{_told(mine)}, allocated by stream {owner:#x}, whose earlier work it does not wait for")
+
+    def allocated(self, start: int, num_bytes: int, owner: int) -> None:
+        """torch has given memory to a tensor of a stream."""
+        with self._lock:
+            if num_bytes:
+                number = self.streams.get(owner, {}).get(owner, 0)
+                self._born[start] = Span(start, num_bytes, True), owner, number
 
     def learn(self, stream: int, clock: Clock) -> None:
         """What follows on a stream is behind all that `clock` knows."""
@@ -87,6 +103,7 @@ class Order:
         """torch may use this memory again behind the work of stream `owner`, and of those it was recorded on."""
         with self._lock:
             gone = Span(start, num_bytes, True)
+            self._born.pop(start, None)
             clock = learn(dict(self.streams.get(owner, {})), self.host)
             for item in list(self._accesses):
                 if _overlap(item.span, gone) and item.stream not in {owner, *recorded} and not _knows(clock, item):

@@ -56,6 +56,7 @@ class Block:
         self.host, self.recorded = host, set[int]()
         storage = host.untyped_storage()
         self.start, self.num_bytes = storage.data_ptr(), storage.nbytes()
+        order.allocated(self.start, self.num_bytes, stream)
         if given is not None:
             weakref.finalize(self, given)
         if stream is not None:
