@@ -265,7 +265,7 @@ def faults(buffer: ElasticBuffer, seed: int) -> dict[str, int]:
     found = {}
     for name, attribute, fault, case in (
         ("data elsewhere", "put", put_elsewhere, experimental_cases.sessions),
-        ("another row", "read", next_row, experimental_cases.engram),
+        ("another row", "read", next_row, messages),
         ("another rank", "read", next_owner, experimental_cases.engram),
         ("places not free", "_words", no_wait, hurried),
         ("none", "_words", words, hurried),
