@@ -145,11 +145,17 @@ def launches(buffer: ElasticBuffer) -> Iterator[dict[str, int]]:
         seen[name] = max(seen.get(name, 0), min(blocks, channel.num_sms))
         return launch(name, call, *rest)
 
-    library.launch = noted
+    together = library.combine_reduced
+
+    def noted_together(call: Any, lay: Any, stream: int) -> Any:
+        seen["combine"] = min(int(call.num_sms) + int(lay.num_sms), channel.num_sms)
+        return together(call, lay, stream)
+
+    library.launch, library.combine_reduced = noted, noted_together
     try:
         yield seen
     finally:
-        del library.launch
+        del library.launch, library.combine_reduced
 
 
 def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from comm_core.backends.gpu_blocks import GpuBlocks
 from comm_core.backends.gpu_channel import GpuChannel
 from comm_core.backends.gpu_layout import CountsEvent, DeviceLayout, ring_half, start_layout
 from comm_core.backends.gpu_region import GpuRegions
+from comm_core.backends.gpu_ring import ALIGNMENT, Ring, address_of, aligned, bytes_a_row, is_dense, words_a_weight
 from comm_core.event import EventHandle
 from comm_core.kernels import build
 from comm_core.kernels import library as abi
@@ -37,41 +38,10 @@ from comm_core.runtime.errors import UsageError
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Multiprocessors of a call that names none: more do not move rows over the link faster, fewer do it slower.
 DEFAULT_SMS = 16
+# The same where rows are added up on their rank first: three quarters add, the others read.
+LAYING_SMS = 64
 _DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512
-_ALIGNMENT = 256
 _POLL_SECONDS = 2e-5
-
-
-@dataclass(slots=True)
-class _Ring:
-    """Hands out places in the half of the ring that a call uses."""
-
-    channel: GpuChannel
-    at: int
-    stream: int
-
-    def take(self, num_bytes: int) -> Any:
-        """A place for `num_bytes`."""
-        place = abi.Place(offset=self.at, segment=abi.RING)
-        self.at += align(num_bytes, _ALIGNMENT)
-        return place
-
-    def address(self, place: Any) -> int:
-        """Its address in this process."""
-        return self.channel.memory.base(abi.RING) + int(place.offset)
-
-    def copy(self, place: Any, at: int, source: torch.Tensor, source_at: int, num_bytes: int) -> None:
-        """Copies bytes of a tensor to a place."""
-        to = self.address(place) + at
-        self.channel.library.copy(to, source.data_ptr() + source_at, num_bytes, self.stream)
-
-    def lay(self, rows: torch.Tensor) -> Any:
-        """Copies a tensor to a place, row-major."""
-        place = self.take(rows.nbytes)
-        if rows.nbytes:
-            whole = rows if _is_dense(rows) else _dense(rows)
-            self.copy(place, 0, whole, 0, rows.nbytes)
-        return place
 
 
 class GpuBackend:
@@ -126,12 +96,12 @@ class GpuBackend:
         channel, layout = self._begin(job)
         tensors = [item for item in (job.x, job.weights, job.scales) if item is not None]
         tokens = job.handle.static_bound or max(self._counts(job).num_tokens_of)
-        need = sum(align(tokens * _row_bytes(item), _ALIGNMENT) for item in tensors)
+        need = sum(align(tokens * bytes_a_row(item), ALIGNMENT) for item in tensors)
         settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
         channel.make_room(abi.RING, 2 * need, job.op, settings)
         number, hashed = channel.number(job.op, settings, lambda: None)
         lent = self._lent(job.x)
-        row_bytes, words = _row_bytes(job.x), _words(job.weights)
+        row_bytes, words = bytes_a_row(job.x), words_a_weight(job.weights)
         sms = self._sms(job)
 
         def launch() -> None:
@@ -147,9 +117,9 @@ class GpuBackend:
                 weights=ring.lay(job.weights) if job.weights is not None else abi.Place(),
                 scales=ring.lay(job.scales) if job.scales is not None else abi.Place(),
                 out_x=job.out_x.data_ptr(),
-                out_idx=_address(out_idx),
-                out_weights=_address(job.out_weights),
-                out_scales=_address(out_scales),
+                out_idx=address_of(out_idx),
+                out_weights=address_of(job.out_weights),
+                out_scales=address_of(out_scales),
                 scale_row_stride=0 if out_scales is None else out_scales.stride(0),
                 scale_col_stride=0 if out_scales is None else out_scales.stride(1),
                 num_out_rows=job.out_x.shape[0],
@@ -177,19 +147,24 @@ class GpuBackend:
             most = job.handle.static_bound * self.num_ranks
         else:
             most = max(sum(column) for column in zip(*self._counts(job).matrix, strict=True))
-        words = _words(job.weights)
-        need = align(most * _row_bytes(job.x), _ALIGNMENT) + align(most * num_topk * words * 4, _ALIGNMENT)
+        words = words_a_weight(job.weights)
+        need = align(most * bytes_a_row(job.x), ALIGNMENT) + align(most * num_topk * words * 4, ALIGNMENT)
         settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
         channel.make_room(abi.RING, 2 * need, job.op, settings)
         number, hashed = channel.number(job.op, settings, lambda: None)
-        sms = self._sms(job)
+        sms = self._sms(job, lays=job.handle.do_expand or bool(job.handle.static_bound))
 
         def launch() -> None:
             _wait(job.before_epilogue)
             ring = self._ring(number)
             lent = None if job.handle.do_expand else self._lent(job.x)
-            x, weights, local = self._lay_answers(job, ring, layout, most, lent)
-            biases = [*(item if item.data_ptr() % 16 == 0 else item.clone() for item in job.biases), None, None]
+            given = replace(job, x=aligned(job.x))  # kept until the launch
+            x, weights, local, lay = self._lay_answers(given, ring, layout, most, lent)
+            pullers = sms
+            if lay is not None:
+                pullers = max(1, sms // 4)
+                lay.num_sms = max(1, sms - pullers)
+            biases = [*map(aligned, job.biases), None, None]
             call = abi.CombineCall(
                 channel=channel.header(number),
                 layout=layout.struct,
@@ -197,20 +172,23 @@ class GpuBackend:
                 weights=weights,
                 local_x=local,
                 out_x=job.out_x.data_ptr(),
-                out_weights=_address(job.out_weights),
-                bias0=_address(biases[0]),
-                bias1=_address(biases[1]),
-                ticks_per_byte=self._ticks_per_byte(sms * _COMBINE_THREADS // 32),
+                out_weights=address_of(job.out_weights),
+                bias0=address_of(biases[0]),
+                bias1=address_of(biases[1]),
+                ticks_per_byte=self._ticks_per_byte(pullers * _COMBINE_THREADS // 32),
                 hash=hashed,
                 lent=lent is not None,
                 hidden=hidden,
                 dtype=_DTYPES.index(job.x.dtype),
                 weight_words=words,
-                num_sms=sms,
+                num_sms=pullers,
                 threads=_COMBINE_THREADS,
             )
             with trace.span("combine", "ep", lane="ep", num_tokens=job.out_x.shape[0], bytes=job.x.nbytes):
-                channel.library.launch("combine", call, ring.stream)
+                if lay is None:
+                    channel.library.launch("combine", call, ring.stream)
+                else:
+                    channel.library.combine_reduced(call, lay, ring.stream)
 
         return self._submit(job, launch, layout.memory())
 
@@ -288,14 +266,15 @@ class GpuBackend:
     def _counts(self, job: MoveJob) -> Any:
         return self._counts_event(job).result()
 
-    def _sms(self, job: MoveJob) -> int:
-        return min(job.num_sms or DEFAULT_SMS, self._channel.num_sms)
+    def _sms(self, job: MoveJob, *, lays: bool = False) -> int:
+        """Multiprocessors of a call; at least two where some lay down what others read."""
+        return max(1 + lays, min(job.num_sms or (LAYING_SMS if lays else DEFAULT_SMS), self._channel.num_sms))
 
     def _ticks_per_byte(self, warps: int) -> float:
         return 0.0 if self.pace_gbs is None else warps * self._channel.ticks_per_second / (self.pace_gbs * 1e9)
 
-    def _ring(self, number: int) -> _Ring:
-        return _Ring(self._channel, ring_half(self._channel, number), devices.raw_stream(self.queue.stream))
+    def _ring(self, number: int) -> Ring:
+        return Ring(self._channel, ring_half(self._channel, number), devices.raw_stream(self.queue.stream))
 
     def _submit(self, job: MoveJob, launch: Any, kept: list[torch.Tensor]) -> EventHandle:
         tensors = [job.x, job.weights, job.scales, job.out_x, job.out_idx, job.out_weights, job.out_scales, *job.biases]
@@ -304,22 +283,25 @@ class GpuBackend:
     def _lent(self, rows: torch.Tensor) -> Any:
         """Where rows lie in the pool of symmetric tensors; None for others."""
         pool = self._channel.pool
-        return None if pool is None or not _is_dense(rows) else pool.place_of(rows)
+        return None if pool is None or not is_dense(rows) else pool.place_of(rows)
 
     def _lay_answers(
-        self, job: MoveJob, ring: _Ring, layout: DeviceLayout, most: int, lent: Any
-    ) -> tuple[Any, Any, int]:
-        """Lays rows and weights of a combine down: (place of rows, of weights, address of rows for this rank)."""
-        row_bytes, words, num_topk = _row_bytes(job.x), _words(job.weights), job.handle.num_topk
+        self, job: MoveJob, ring: Ring, layout: DeviceLayout, most: int, lent: Any
+    ) -> tuple[Any, Any, int, Any]:
+        """Where rows and weights of a combine are laid down, and the address of those for this rank.
+
+        The last is what the kernel has to lay down itself, None where the copy engine does it or nothing is to be done.
+        """
+        row_bytes, words, num_topk = bytes_a_row(job.x), words_a_weight(job.weights), job.handle.num_topk
         weights = abi.Place()
         if job.weights is not None:
             weights = ring.take(most * num_topk * words * 4)
         if lent is not None:
             if job.weights is not None and job.weights.nbytes:
                 ring.copy(weights, 0, job.weights, 0, job.weights.nbytes)
-            return lent, weights, job.x.data_ptr()
+            return lent, weights, job.x.data_ptr(), None
         rows = ring.take(most * row_bytes)
-        if not job.handle.do_expand and not job.handle.static_bound and job.x.data_ptr() % 16 == 0:
+        if not job.handle.do_expand and not job.handle.static_bound:
             # The host knows the counts: the copy engine moves what others will read, this rank's rows stay.
             splits = self._counts(job).recv_splits
             first = sum(splits[: self.rank])
@@ -330,23 +312,20 @@ class GpuBackend:
                     ring.copy(rows, offset, job.x, offset, (end - begin) * row_bytes)
             if job.weights is not None and job.weights.nbytes:
                 ring.copy(weights, 0, job.weights, 0, job.weights.nbytes)
-            return rows, weights, job.x.data_ptr()
-        aligned = job.x if job.x.data_ptr() % 16 == 0 else job.x.clone()
-        call = abi.ReduceCall(
+            return rows, weights, job.x.data_ptr(), None
+        lay = abi.ReduceCall(
             layout=layout.struct,
-            x=aligned.data_ptr(),
+            x=job.x.data_ptr(),
             rows=ring.address(rows),
-            weights=_address(job.weights),
+            weights=address_of(job.weights),
             lane_weights=ring.address(weights) if job.weights is not None else 0,
             hidden=job.x.shape[1],
             dtype=_DTYPES.index(job.x.dtype),
             weight_words=words,
             num_ranks=self.num_ranks,
-            num_sms=2 * ring.channel.num_sms,
-            threads=512,
+            threads=_COMBINE_THREADS,
         )
-        ring.channel.library.launch("reduce", call, ring.stream)
-        return rows, weights, ring.address(rows)
+        return rows, weights, ring.address(rows), lay
 
 
 class _Checked(EventHandle):
@@ -375,24 +354,3 @@ class _Checked(EventHandle):
 def _wait(event: EventHandle | None) -> None:
     if event is not None:
         event.current_stream_wait()
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[1] * rows.element_size()
-
-
-def _words(weights: torch.Tensor | None) -> int:
-    return 1 if weights is None else weights.element_size() // 4
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _is_dense(rows: torch.Tensor) -> bool:
-    """Row-major without gaps. Not is_contiguous(): a single column with a wide stride counts as such."""
-    return rows.dim() == 1 or rows.stride() == (rows.shape[1], 1)
-
-
-def _dense(rows: torch.Tensor) -> torch.Tensor:
-    return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device).copy_(rows)

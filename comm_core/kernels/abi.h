@@ -7,6 +7,8 @@ constexpr int MT_MAX_RANKS = 64;      // of one scale-up domain
 constexpr int MT_MAX_TOPK = 32;       // one lane of a warp each
 constexpr int MT_CHUNK = 512;         // received rows that one block of the layout kernels handles at a time
 constexpr int MT_TOKENS = 256;        // own tokens that one block of the layout kernels handles
+constexpr int MT_READY = 1024;        // chunks of rows from a rank to another that have a flag
+constexpr int MT_READY_ROWS = 64;     // rows of a chunk, more where there would be more chunks
 constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
 constexpr int MT_SEGMENTS = 4;        // control, ring, pool, blocks
 
@@ -51,7 +53,8 @@ enum MtFault : int {
 constexpr uint64_t MT_AT_HEADERS = 0;  // [2][MT_MAX_RANKS][MT_HEADER_WORDS] words, the second index is the writer
 constexpr uint64_t MT_AT_DONE = 2ull * MT_MAX_RANKS * MT_HEADER_WORDS * 4;  // [MT_MAX_RANKS] words, by writer
 constexpr uint64_t MT_AT_STATE = MT_AT_DONE + MT_MAX_RANKS * 4;             // MtState, local
-constexpr uint64_t MT_CONTROL_BYTES = MT_AT_STATE + 4096 + 8ull * MT_SEGMENTS * MT_MAX_RANKS;
+constexpr uint64_t MT_AT_READY = MT_AT_STATE + 4096 + 8ull * MT_SEGMENTS * MT_MAX_RANKS;  // [MT_MAX_RANKS][MT_READY], by writer
+constexpr uint64_t MT_CONTROL_BYTES = MT_AT_READY + 4ull * MT_MAX_RANKS * MT_READY;
 
 // Local device memory of a channel.
 struct MtState {
@@ -162,7 +165,7 @@ struct MtCombineCall {
   int32_t padding;
 };
 
-// Rows of a combine laid down for the others: expanded rows added up, or plain rows copied where the host has no counts.
+// Rows that a combine lays down for the ranks of their tokens: expanded rows added up, or plain ones as they are.
 struct MtReduceCall {
   MtLayout layout;
   uint64_t x;

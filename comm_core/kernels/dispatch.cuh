@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(1024, 1) dispatch_impl(const MtDispatchCall ca
   __shared__ int most;
   __shared__ const char* sources[3][MT_MAX_RANKS];
   const uint32_t seq = next_seq(channel);
-  const bool moves = begin(channel, seq, call.hash, MT_OK, call.x, call.weights, call.scales, call.lent);
+  const bool moves = begin(channel, seq, call.hash, MT_OK, call.x, call.weights, call.scales, call.lent, 0);
   if (threadIdx.x == 0) most = 0;
   for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x)
     row_base[r] = moves ? reinterpret_cast<const int*>(layout.row_base)[r] : 0;

@@ -37,7 +37,8 @@ int mt_delay(int64_t ticks, void* stream);
 int mt_layout(const MtLayoutCall* call, void* stream);
 int mt_dispatch(const MtDispatchCall* call, void* stream);
 int mt_combine(const MtCombineCall* call, void* stream);
-int mt_reduce(const MtReduceCall* call, void* stream);
+// A combine whose rows are laid down in the same kernel: lay->num_sms blocks lay, call->num_sms read.
+int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void* stream);
 // The halves of the low-latency calls: 0 dispatch, 1 combine.
 int mt_blocks_send(const MtBlocksCall* call, int kind, int sms, void* stream);
 int mt_blocks_recv(const MtBlocksCall* call, int kind, int sms, void* stream);

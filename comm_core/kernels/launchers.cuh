@@ -26,8 +26,8 @@ int launch_combine(const MtCombineCall& call, Stream stream) {
 }
 
 template <typename T>
-int launch_reduce(const MtReduceCall& call, Stream stream) {
-  combine_reduce_impl<T, 16 / sizeof(T), 2><<<call.num_sms, call.threads, 0, stream>>>(call);
+int launch_reduced(const MtCombineCall& call, const MtReduceCall& lay, Stream stream) {
+  combine_reduce_impl<T, 16 / sizeof(T), 4><<<lay.num_sms + call.num_sms, call.threads, 0, stream>>>(call, lay);
   return launched();
 }
 
@@ -182,12 +182,12 @@ int mt_combine(const MtCombineCall* call, void* stream) {
   return mt::launch_combine<float>(*call, on);
 }
 
-int mt_reduce(const MtReduceCall* call, void* stream) {
+int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
-  if (call->dtype == 0) return mt::launch_reduce<mt_bf16>(*call, on);
-  if (call->dtype == 1) return mt::launch_reduce<mt_half>(*call, on);
-  if (call->dtype == 3) return mt::launch_reduce<double>(*call, on);
-  return mt::launch_reduce<float>(*call, on);
+  if (call->dtype == 0) return mt::launch_reduced<mt_bf16>(*call, *lay, on);
+  if (call->dtype == 1) return mt::launch_reduced<mt_half>(*call, *lay, on);
+  if (call->dtype == 3) return mt::launch_reduced<double>(*call, *lay, on);
+  return mt::launch_reduced<float>(*call, *lay, on);
 }
 
 int mt_blocks_send(const MtBlocksCall* given, int kind, int sms, void* stream) {

@@ -98,7 +98,7 @@ State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, diffe
 )  # fmt: skip
 AT_STATE = 2 * MAX_RANKS * HEADER_WORDS * 4 + MAX_RANKS * 4
 AT_PEERS = AT_STATE + 4096
-CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS
+CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS + 4 * MAX_RANKS * 1024
 _SIZES = [
     *(
         ctypes.sizeof(t)
@@ -135,7 +135,7 @@ class Library:
     """
 
     _calls: ClassVar[tuple[str, ...]] = (
-        "layout", "dispatch", "combine", "reduce", "barrier", "region_raise", "region_await", "region_read",
+        "layout", "dispatch", "combine", "barrier", "region_raise", "region_await", "region_read",
     )  # fmt: skip
 
     def __init__(self, path: Path) -> None:
@@ -227,6 +227,10 @@ class Library:
         """Launches an operation, one of `_calls`, with its struct."""
         assert name in self._calls, name
         self._checked(f"mt_{name}", ctypes.byref(call), _U64(stream))
+
+    def combine_reduced(self, call: ctypes.Structure, lay: ctypes.Structure, stream: int) -> None:
+        """Launches a combine that lays its rows down as it goes: `lay.num_sms` blocks do, `call.num_sms` read."""
+        self._checked("mt_combine_reduced", ctypes.byref(call), ctypes.byref(lay), _U64(stream))
 
     def launch_half(self, half: str, call: ctypes.Structure, kind: int, sms: int, stream: int) -> None:
         """Launches the first ("send") or second ("recv") half of a low-latency dispatch (0) or combine (1)."""

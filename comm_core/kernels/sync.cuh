@@ -124,15 +124,16 @@ __device__ __forceinline__ void note_difference(const MtChannel& channel) {
   raise_flag(&reinterpret_cast<volatile uint32_t*>(channel.fault)[MT_FAULT_DIFFERENT], channel.number);
 }
 
-// Begins an operation that moves rows, in every block: headers go out and come in. False where nothing may move.
+// Begins an operation that moves rows, in every block from the first on: headers go out and come in. False where nothing may
+// move.
 __device__ __forceinline__ bool begin(const MtChannel& channel, uint32_t seq, uint32_t hash, uint32_t status, const MtPlace& x,
-                                      const MtPlace& weights, const MtPlace& scales, uint32_t lent) {
-  if (blockIdx.x == 0)
+                                      const MtPlace& weights, const MtPlace& scales, uint32_t lent, int first_block) {
+  if (static_cast<int>(blockIdx.x) == first_block)
     for (int r = threadIdx.x; r < channel.num_ranks; r += blockDim.x)
       send_header(channel, seq, r, hash, status, x, weights, scales, lent);
   if (!wait_headers(channel, seq)) return false;
   if (!headers_differ(channel, seq)) return true;
-  if (blockIdx.x == 0 && threadIdx.x == 0) note_difference(channel);
+  if (static_cast<int>(blockIdx.x) == first_block && threadIdx.x == 0) note_difference(channel);
   return false;
 }
 

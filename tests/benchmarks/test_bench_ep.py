@@ -186,17 +186,20 @@ def test_launches_are_seen_and_the_library_is_left_as_it_was() -> None:
         def launch(self, name: str, call: Any, stream: int) -> None:
             self.done.append(name)
 
+        def combine_reduced(self, call: Any, lay: Any, stream: int) -> None:
+            self.done.append("reduced")
+
     library = Launcher()
     channel = SimpleNamespace(library=library, num_sms=132)
     buffer: Any = SimpleNamespace(_backend=SimpleNamespace(_channel=channel))
     with ep_timing.launches(buffer) as seen:
         library.launch("layout", SimpleNamespace(num_blocks=3, layout=SimpleNamespace(num_tokens=8192)), 0)
-        library.launch("reduce", SimpleNamespace(num_sms=264), 0)
-        library.launch("combine", SimpleNamespace(num_sms=16), 0)
+        library.launch("dispatch", SimpleNamespace(num_sms=264), 0)
+        library.combine_reduced(SimpleNamespace(num_sms=16), SimpleNamespace(num_sms=48), 0)
         library.launch("barrier", SimpleNamespace(), 0)
     library.launch("later", SimpleNamespace(), 0)
-    assert seen == {"layout": 32, "reduce": 132, "combine": 16, "barrier": 1}
-    assert Launcher.done == ["layout", "reduce", "combine", "barrier", "later"] and not vars(library)
+    assert seen == {"layout": 32, "dispatch": 132, "combine": 64, "barrier": 1}
+    assert Launcher.done == ["layout", "dispatch", "reduced", "barrier", "later"] and not vars(library)
 
 
 def _shape(ranks: int, **change: Any) -> Shape:

@@ -121,6 +121,10 @@ class TwinLibrary:
         self._device.order.host_waited(self._recorded.get(word, {}))
         return 0
 
+    def combine_reduced(self, call: Any, lay: Any, stream: int) -> None:
+        self.launch("reduce", lay, stream)
+        self.launch("combine", call, stream)
+
     def launch(self, name: str, call: Any, stream: int) -> None:
         call = type(call).from_buffer_copy(call)  # what a launch is given is its own
         self.launched.append(name)
