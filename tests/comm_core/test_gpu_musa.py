@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from comm_core import ElasticBuffer
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import MTMoEError, PeerTimeout
-from tests.comm_core import cases
+from tests.comm_core import cases, conformance
 from tests.comm_core.cases import Case
 from tests.dist import RankFailure
 from tests.pool import Pool
+from tests.twin.tensors import PlayedTensor
 from tests.twin.torch_musa import Played, played
 
 BASE = Case(1, (6, 4, 5), 24, 4, 3, torch.bfloat16)
@@ -218,6 +220,37 @@ def _plant(musa: Played, fault: str) -> None:
     elif fault == "no event":
         # The comm stream no longer waits for the caller's stream, nor the caller for it.
         musa.device.waits = False
+
+
+def _dropped(rank: int, recorded: bool) -> None:
+    """Rows of a call are dropped while the call is still to come: the allocator must have been told of the stream."""
+    told = PlayedTensor.record_stream if recorded else lambda tensor, stream: None
+    with mock.patch.object(PlayedTensor, "record_stream", told), played(), _buffer(rank) as buffer:
+        ids = torch.tensor([[0, 1], [1, 2]]).to(buffer.device)
+        handle = buffer.dispatch(torch.ones(2, 8).bfloat16().to(buffer.device), ids, num_experts=3)[3]
+        x = torch.ones(2, 8).bfloat16().to(buffer.device)
+        event = buffer.dispatch(x, handle=handle, async_with_compute_stream=True)[4]
+        del x
+        event.current_stream_wait()
+
+
+def test_memory_is_kept_for_the_comm_stream(ranks: Pool) -> None:
+    ranks.run(1, _dropped, True)
+    with pytest.raises(RankFailure, match="is freed, not recorded on another"):
+        ranks.run(1, _dropped, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_the_whole_suite(ranks: Pool, num_ranks: int, fresh_random_data: int) -> None:
+    reports = ranks.run(num_ranks, _whole, fresh_random_data, timeout=280.0)
+    assert [report.bad for report in reports] == [[]] * num_ranks
+    assert all(report.ran > 60 for report in reports)
+
+
+def _whole(rank: int, seed: int) -> conformance.Report:
+    with played():
+        return conformance.on_rank(rank, "gpu", "musa", seed, num_random=30, tiny=False)
 
 
 def test_a_flipped_row_in_the_layout_is_noticed(ranks: Pool, fresh_random_data: int) -> None:
