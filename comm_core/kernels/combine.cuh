@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(512, 1) combine_reduce_impl(const MtCombineCal
       const int rows = matrix[reader * num_ranks + channel.rank], size = chunk_rows(rows);
       const int begin_row = chunk * size, end_row = begin_row + size < rows ? begin_row + size : rows;
       if (begin_row >= rows) continue;
-      for (int i = begin_row + warp_id(); i < end_row; i += blockDim.x / WARP) lay_row<T, N, 2>(lay, row_base[reader] + i);
+      for (int i = begin_row + warp_id(); i < end_row; i += blockDim.x / WARP) lay_row<T, N, STEPS>(lay, row_base[reader] + i);
       fence_system();
       __syncthreads();
       if (threadIdx.x == 0) raise_flag(ready_flag(channel, reader, channel.rank, chunk), seq);
