@@ -162,12 +162,12 @@ def _derived(rank: int) -> str:
         torch.musa.set_device(rank)  # type: ignore[attr-defined]
         group = dist.new_group(backend="cpu:gloo,musa:mccl")
         with ElasticBuffer(group, num_cpu_timeout_secs=20) as buffer:
-            assert buffer._backend.name == "gpu" and musa.library.launched == []
-            return str(buffer.device)
+            assert musa.library.launched == []
+            return f"{buffer._backend.name} on {buffer.device}"
 
 
 def test_the_device_follows_from_mccl(ranks: Pool) -> None:
-    assert ranks.run(2, _derived) == ["musa:0", "musa:1"]
+    assert ranks.run(2, _derived) == ["gpu on musa:0", "gpu on musa:1"]
 
 
 def _altered(rank: int, field: str, value: str) -> tuple[list[str], str]:
@@ -178,26 +178,36 @@ def _altered(rank: int, field: str, value: str) -> tuple[list[str], str]:
     try:
         with played() as musa, _buffer(rank, num_cpu_timeout_secs=5) as buffer:
             bad = cases.run(buffer, _case(BASE, 0))
-        _derived(rank)
+            buffer.reserve_symmetric(1 << 21)
+        derived = _derived(rank)
+        assert derived == f"gpu on musa:{rank}", f"a buffer of an MCCL group is {derived}"
         return bad, str(musa.library.launched)
     finally:
         vendors["musa"] = good
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("module", "muse", "torch_musa"),
-        ("collectives", "nccl", "gpu|cuda"),
-        ("stream_handle", "cuda_stream", "musa_stream|Stream"),
-        ("arch_prefix", "sm", "no kernels of platform musa for sm_31"),
-        ("platform", "cuda", "not cuda"),
-    ],
-)
-def test_every_entry_of_the_table_is_needed(ranks: Pool, field: str, value: str, says: str) -> None:
+ENTRIES = {
+    "module": ("muse", "device musa needs torch_musa|torch_musa"),
+    "collectives": ("nccl", "a buffer of an MCCL group is [a-z]+ on cpu"),
+    "stream_handle": ("cuda_stream", "a stream of class Stream|streams of the played device have no cuda_stream"),
+    "arch_prefix": ("sm", "no kernels of platform musa for sm_31"),
+    "platform": ("cuda", "this device takes kernels of platform musa, not cuda"),
+    "allocator": ("CUDAPluggableAllocator", "no attribute 'CUDAPluggableAllocator'"),
+}
+
+
+@pytest.mark.parametrize("field", ENTRIES)
+def test_every_entry_of_the_table_is_needed(ranks: Pool, field: str) -> None:
+    value, says = ENTRIES[field]
     assert value != getattr(devices.VENDORS["musa"], field)
     with pytest.raises(RankFailure, match=says):
         ranks.run(1, _altered, field, value, timeout=30.0)
+
+
+def test_no_entry_is_left_out() -> None:
+    """Of the others, test_runtime needs the package and what to install, test_regions_musa DLPack's number."""
+    fields = {field.name for field in dataclasses.fields(devices.Vendor)}
+    assert fields == ENTRIES.keys() | {"package", "install", "dlpack"}
 
 
 def test_the_table_as_it_is_works(ranks: Pool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import pickle
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -82,9 +84,24 @@ def test_a_vendor_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert device.raw_stream(SimpleNamespace(played_stream=77)) == 77
     finally:
         del torch.played
+        del sys.modules["torch_played"]
     with pytest.raises(UsageError, match="cuda_stream or musa_stream or played_stream"):
         device.raw_stream(SimpleNamespace(other_stream=1))
     assert device.raw_stream(None) == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_musa") is not None, reason="torch_musa itself is installed here")
+def test_musa_comes_with_torch_musa(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(torch, "musa", raising=False)
+    with pytest.raises(MissingPackageError, match=r"torch_musa.*MUSA SDK"):
+        device.accelerator("musa")
+    (tmp_path / "torch_musa.py").write_text("import torch\ntorch.musa = 'the module'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert device.accelerator("musa") == "the module"
+    finally:
+        del torch.musa
+        del sys.modules["torch_musa"]
 
 
 def test_a_port_that_answers_for_cuda_does_not_hide_musa(monkeypatch: pytest.MonkeyPatch) -> None:
