@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from dualpipe.compare import Report, report
     from dualpipe.compat import DualPipe, DualPipeV, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
     from dualpipe.costs import Durations, of_stages
-    from dualpipe.executor import BackwardJob, Executor, ForwardJob, PipelineStateError, RunStats, StagePrograms
+    from dualpipe.edges import Edge
+    from dualpipe.executor import Executor, PipelineStateError, RunStats
     from dualpipe.module_stages import ModuleStages
-    from dualpipe.p2p import Edge
     from dualpipe.pipeline import Pipeline, stages_of_rank
     from dualpipe.plan import Plan, Workload
+    from dualpipe.programs import BackwardJob, ForwardJob, StagePrograms
     from dualpipe.render import chrome_trace, svg, text_grid
     from dualpipe.schedule import (
         Schedule,
@@ -50,11 +51,12 @@ _HOMES = {
     "compare": ("Report", "report"),
     "compat": ("DualPipe", "DualPipeV", "WeightGradStore", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"),
     "costs": ("Durations", "of_stages"),
-    "executor": ("BackwardJob", "Executor", "ForwardJob", "PipelineStateError", "RunStats", "StagePrograms"),
+    "edges": ("Edge",),
+    "executor": ("Executor", "PipelineStateError", "RunStats"),
     "module_stages": ("ModuleStages",),
-    "p2p": ("Edge",),
     "pipeline": ("Pipeline", "stages_of_rank"),
     "plan": ("Plan", "Workload"),
+    "programs": ("BackwardJob", "ForwardJob", "StagePrograms"),
     "render": ("chrome_trace", "svg", "text_grid"),
     "schedule": (
         "Schedule",

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.compat_stages import TupleStages
+from dualpipe.edges import Edge
 from dualpipe.executor import Executor
-from dualpipe.p2p import Edge
 from dualpipe.schedule import Schedule, build, forward_only
 
 _shapes: list[tuple[int, ...]] | None = None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
-from dualpipe.executor import BackwardJob, ForwardJob
-from dualpipe.p2p import Edge
+from dualpipe.edges import Edge
+from dualpipe.programs import BackwardJob, ForwardJob
 from dualpipe.weight_grad import WeightGradStore
 
 

@@ -1,102 +1,44 @@
-"""Runs any valid schedule on one rank of a process group: one loop over the rank's list of actions.
+"""Runs any valid schedule on one rank of a process group: one loop over the rank's steps.
 
-The executor moves tensors and keeps books; it knows no model and calls no autograd. What a forward or a backward is,
+The executor moves values and keeps books; it knows no model and calls no autograd. What a forward or a backward is,
 a `StagePrograms` says: plain modules (`module_stages.ModuleStages`), or a training framework's own step functions.
 
-The rule of a full backward (B, and the B of a pair): dX first, then its SEND, then dW, so that the previous stage
-does not wait for weights. In the lists a B is one action; the executor runs the SENDs that follow it in between.
+A step (`steps`) goes like this: wait for the inputs of its computation; post the receives of the next one, so that
+these come while this one computes; compute; send each result as soon as it is there. In a full backward (B, and the B
+of a pair) dX goes out before dW is computed, and in a pair the output of the F before the B runs, so that the
+neighbours wait for nothing they do not need.
+
+An output is let go once it is handed on, where the programs say what they need in its place (`after_forward`): its
+memory is then held by the send under way alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from comm_core.runtime import env, trace
 from comm_core.runtime.errors import ClosedError, MTMoEError, UsageError
-from dualpipe.actions import Action, Kind, Payload, StageKey
+from dualpipe.actions import Action, Kind, Payload, StageKey, recv
 from dualpipe.blocks import TRACE_CATEGORY
-from dualpipe.p2p import Edge, PeerToPeer
-from dualpipe.schedule import Schedule, with_communication
-from dualpipe.validate import validate
+from dualpipe.edges import Value, tensors_of
+from dualpipe.hops import HopMemory, Hops
+from dualpipe.p2p import PeerToPeer
+from dualpipe.programs import BackwardJob, ForwardJob, StagePrograms
+from dualpipe.schedule import Schedule
+from dualpipe.steps import RankPlan, Step, prepare
 from dualpipe.weight_grad import WeightGradQueue, WeightGradStore
 
 TRACE_LANE = "pipeline"
 _MAX_PLANS = 64  # prepared schedules kept; a caller that builds new ones each step must not fill the memory
-
-
-class ForwardJob(NamedTuple):
-    """One forward: the arguments of `StagePrograms.forward`."""
-
-    key: StageKey
-    microbatch: int
-    input: Tensor | None
-
-
-class BackwardJob(NamedTuple):
-    """One backward: the arguments of `StagePrograms.backward`."""
-
-    key: StageKey
-    microbatch: int
-    input: Tensor | None
-    output: Tensor | None
-    output_grad: Tensor | None
-
-
-class StagePrograms(Protocol):
-    """What the stages of one rank compute. A `StageKey` is (stage, direction).
-
-    May also define `forward_backward(forward: ForwardJob, backward: BackwardJob) -> (output, input_grad)`, which
-    runs an overlapped pair; without it a pair is its F, then its B.
-    """
-
-    def forward(self, key: StageKey, microbatch: int, input: Tensor | None) -> Tensor | None:
-        """Runs the forward of a stage.
-
-        Args:
-            key: which stage.
-            microbatch: which microbatch, counted across directions.
-            input: output of the previous stage, a leaf that requires grad when gradients are on; None on stage 0,
-                which fetches its own.
-
-        Returns:
-            What the next stage gets. The loss stage may return anything it wants back in `backward`, or None.
-        """
-        ...
-
-    def backward(
-        self, key: StageKey, microbatch: int, input: Tensor | None, output: Tensor | None, output_grad: Tensor | None
-    ) -> Tensor | None:
-        """Runs the backward for inputs; deferred dW land in the store's open queue.
-
-        Args:
-            key: which stage.
-            microbatch: which microbatch.
-            input: what `forward` was given.
-            output: what `forward` returned.
-            output_grad: gradient of `output`; None on the loss stage.
-
-        Returns:
-            The gradient of `input`; None on stage 0.
-        """
-        ...
-
-    def no_sync(self, key: StageKey) -> AbstractContextManager[Any]:
-        """A context in which gradient hooks accumulate only; entered around all but a stage's last backward and W."""
-        ...
-
-    def edge(self, payload: Payload, key: StageKey, microbatch: int) -> Edge:
-        """What arrives: the input of a stage (activation) or the gradient of its output (gradient)."""
-        ...
 
 
 class PipelineStateError(MTMoEError, RuntimeError):
@@ -108,51 +50,6 @@ class RunStats:
     """What one run did on this rank: `peak_live` is the largest number of forwards whose backward had not run yet."""
 
     peak_live: int
-
-
-class _Step(NamedTuple):
-    """One action with the SENDs that directly follow it."""
-
-    action: Action
-    sends: tuple[Action, ...]
-
-
-class _Plan(NamedTuple):
-    """A schedule prepared for one rank."""
-
-    schedule: Schedule
-    steps: tuple[_Step, ...]
-    last: dict[StageKey, int]
-    goes_round: bool
-
-
-def _prepare(schedule: Schedule, rank: int) -> _Plan:
-    """Validates, lowers and groups the list of one rank, and finds the last microbatch of each of its stages."""
-    validate(schedule)
-    communicates = any(action.payload is not None for actions in schedule.ranks for action in actions)
-    lowered = schedule if communicates else with_communication(schedule)
-    groups: list[list[Action]] = []
-    last_input: dict[StageKey, int] = {}
-    last: dict[StageKey, int] = {}
-    for action in lowered.ranks[rank]:
-        if action.kind is Kind.SEND and groups:
-            groups[-1].append(action)
-        else:
-            groups.append([action])
-        for part in action.compute:
-            if part.kind in (Kind.B, Kind.I):
-                last_input[part.key] = part.microbatch
-            if part.kind in (Kind.B, Kind.W):
-                last[part.key] = part.microbatch
-    if last != last_input:
-        # Some gradients are ready at I and some at W: both must be last for the same microbatch.
-        raise UsageError(
-            f"{schedule.name} schedule: the last W of a stage on rank {rank} is not of the microbatch of its last I",
-            allowed="the W of a stage in the order of its I",
-            fix="reorder the W",
-        )
-    goes_round = any(abs(here - there) > 1 for ranks in schedule.placement for here, there in pairwise(ranks))
-    return _Plan(schedule, tuple(_Step(group[0], tuple(group[1:])) for group in groups), last, goes_round)
 
 
 class Executor:
@@ -182,14 +79,17 @@ class Executor:
         limit = timedelta(seconds=env.timeout_seconds()) if timeout is None else timeout
         self._p2p = PeerToPeer(group, timeout=limit, device=device, rank_mapping=rank_mapping)
         self.rank, self.num_ranks = self._p2p.rank, self._p2p.num_ranks
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, RankPlan] = {}
+        self._memory = HopMemory()
         self._closed = False
 
     def run(self, schedule: Schedule, programs: StagePrograms) -> RunStats:
         """Runs every action of this rank once.
 
         Raises:
-            ScheduleError: the schedule is not valid. UsageError: it is for another number of ranks.
+            ScheduleError: the schedule is not valid.
+            UsageError: it is for another number of ranks; a stage returned other shapes than `edge` says, or the ranks
+                do not say the same.
             CommTimeoutError, CommError: a neighbour did not answer.
             PipelineStateError: something was left over at the end.
         """
@@ -205,19 +105,19 @@ class Executor:
             plan = self._plan(schedule)
             if plan.goes_round:
                 self._p2p.connect_ring()
-            return _Run(plan, programs, self._p2p, self.store).execute()
+            return _Run(plan, programs, self._p2p, self.store, self._memory).execute()
         except BaseException:
             self.store.reset()
             self.close(abort=True)
             raise
 
-    def _plan(self, schedule: Schedule) -> _Plan:
+    def _plan(self, schedule: Schedule) -> RankPlan:
         plan = self._plans.get(id(schedule))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             # Holding the schedule in the plan keeps its id from being given to another object.
-            plan = self._plans[id(schedule)] = _prepare(schedule, self.rank)
+            plan = self._plans[id(schedule)] = prepare(schedule, self.rank)
         return plan
 
     def close(self, *, abort: bool = False) -> None:
@@ -233,130 +133,178 @@ class Executor:
         self.close(abort=kind is not None)
 
 
-class _Run:
-    """The state of one run: tensors on their way, live forwards, weights to do. All of it is empty at the end."""
+class _Results:
+    """Takes the results of a step's computations: hands them to the next stage here, or sends them in their order."""
 
-    def __init__(self, plan: _Plan, programs: StagePrograms, p2p: PeerToPeer, store: WeightGradStore) -> None:
+    def __init__(self, run: _Run, step: Step) -> None:
+        self._run, self._sends = run, list(step.sends)
+        self._step = step
+        self.forward: ForwardJob | None = None
+        self.backward: BackwardJob | None = None
+
+    def output(self, value: Value) -> None:
+        """Of the F. After this nothing here holds the output if the programs need not."""
+        run, job = self._run, self.forward
+        assert job is not None and self._step.action is not None and self._step.action.forward is not None
+        self.forward = None
+        run.deliver(Payload.ACTIVATION, self._step.action.forward, value)
+        if not run.schedule.forward_only:
+            run.live[job.key, job.microbatch] = job.input, run.kept(job, value)
+        self.flush()
+
+    def input_grad(self, value: Value | None) -> None:
+        """Of the B or I."""
+        run, job = self._run, self.backward
+        assert job is not None and self._step.action is not None and self._step.action.backward is not None
+        self.backward = None
+        run.num_live -= 1
+        run.p2p.release(Payload.ACTIVATION, job.key, job.microbatch)
+        empty = job.input is None or not any(tensor.requires_grad for tensor in tensors_of(job.input))
+        run.deliver(Payload.GRADIENT, self._step.action.backward, value, may_be_none=empty)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what is there, nothing before another of its payload."""
+        behind: set[Payload | None] = set()
+        for action in list(self._sends):
+            message = action.payload, action.key, action.microbatch
+            if action.payload in behind or message not in self._run.outbox:
+                behind.add(action.payload)
+                continue
+            self._sends.remove(action)
+            with self._run.doing(action):
+                self._run.hops.send(action, self._run.outbox.pop(message))
+
+
+class _Run:
+    """The state of one run: values on their way, live forwards, weights to do. All of it is empty at the end."""
+
+    def __init__(
+        self, plan: RankPlan, programs: StagePrograms, p2p: PeerToPeer, store: WeightGradStore, memory: HopMemory
+    ) -> None:
         self.schedule, self.plan, self.programs, self.p2p, self.store = plan.schedule, plan, programs, p2p, store
-        self.inbox: dict[tuple[Payload, StageKey, int], Tensor] = {}
-        self.outbox: dict[tuple[Payload, StageKey, int], Tensor] = {}
-        self.live: dict[tuple[StageKey, int], tuple[Tensor | None, Tensor | None]] = {}
+        self.hops = Hops(plan, programs, p2p, memory)
+        self.turned: dict[tuple[Payload, StageKey, int], tuple[Value | None, tuple[bool, ...]]] = {}
+        self.outbox: dict[tuple[Payload | None, StageKey, int], Value | None] = {}
+        self.live: dict[tuple[StageKey, int], tuple[Value | None, Any]] = {}
         self.queues: dict[tuple[StageKey, int], WeightGradQueue] = {}
         self.num_live = self.peak_live = 0
+        self._pairs: Callable[..., Any] | None = getattr(programs, "forward_backward", None)
+        self._keep: Callable[..., Any] | None = getattr(programs, "after_forward", None)
+        self._pairs_send = self._pairs is not None and len(inspect.signature(self._pairs).parameters) > 2
 
     def execute(self) -> RunStats:
-        for action, sends in self.plan.steps:
-            try:
-                with _span(action):
-                    self._perform(action, sends)
-            except Exception as error:
-                work = ", ".join(f"{a.kind} of stage {a.stage}, microbatch {a.microbatch}" for a in action.compute)
-                error.add_note(f"in {action} on pipeline rank {self.p2p.rank}" + (f" ({work})" if work else ""))
-                raise
+        self.hops.begin()
+        for step in self.plan.steps:
+            self._post(step.receives)
+            self._perform(step, _Results(self, step))
         self.p2p.finish()
         self._check_empty()
         return RunStats(peak_live=self.peak_live)
 
-    def _perform(self, action: Action, sends: tuple[Action, ...]) -> None:
-        if action.kind is Kind.RECV:
-            self._recv(action)
-        elif action.kind is Kind.W:
-            self._weights(action)
-        elif action.compute:
-            self._compute(action)
-        for send in sends:
-            self._send(send)
-        if action.backward is not None and action.backward.kind is Kind.B:
-            self._weights(action.backward)
+    def _post(self, receives: Sequence[Action]) -> None:
+        for action in receives:
+            with _named(action, self.p2p.rank):
+                self.hops.post(action)
 
-    def _recv(self, action: Action) -> None:
-        assert action.payload is not None
-        edge = self.programs.edge(action.payload, action.key, action.microbatch)
-        tensor = self.p2p.recv(action, self.schedule.peer(action), edge)
-        self.inbox[action.payload, action.key, action.microbatch] = tensor
+    def _perform(self, step: Step, results: _Results) -> None:
+        action = step.action
+        if action is None:
+            results.flush()
+            return
+        if action.forward is not None:
+            results.forward = self._forward_job(action.forward)
+        if action.backward is not None:
+            results.backward = self._backward_job(action.backward)
+        self._post(step.early)
+        with self.doing(action):
+            if action.kind is Kind.W:
+                self._weights(action)
+            else:
+                self._compute(results)
+            results.flush()
+            if action.backward is not None and action.backward.kind is Kind.B:
+                self._weights(action.backward)
 
-    def _send(self, action: Action) -> None:
-        assert action.payload is not None
-        tensor = self.outbox.pop((action.payload, action.key, action.microbatch))
-        target = self.schedule.target(action)
-        assert target is not None
-        edge = self.programs.edge(action.payload, target, action.microbatch)
-        if (tuple(tensor.shape), tensor.dtype) != (tuple(edge.shape), edge.dtype):
-            # The receiver could only wait for the right number of bytes, or misread them.
-            raise UsageError(
-                f"{action} on pipeline rank {self.p2p.rank} with {tuple(tensor.shape)} {tensor.dtype}",
-                allowed=f"{tuple(edge.shape)} {edge.dtype}, what `edge` says of it",
-                fix=f"return such a tensor from stage {action.stage}, or correct the edge",
-            )
-        with _span(action):
-            self.p2p.send(action, self.schedule.peer(action), tensor)
+    @contextlib.contextmanager
+    def doing(self, action: Action) -> Iterator[None]:
+        """Traces an action, and names it in an error."""
+        with _named(action, self.p2p.rank), _span(action):
+            yield
 
-    def _compute(self, action: Action) -> None:
+    def _compute(self, results: _Results) -> None:
         """Runs F, B, I or a pair. An F counts as live before the backward of its pair ends."""
-        forward = self._forward_job(action.forward) if action.forward is not None else None
-        backward = self._backward_job(action.backward) if action.backward is not None else None
-        output = input_grad = None
-        paired = getattr(self.programs, "forward_backward", None)
-        if forward is not None and (backward is None or paired is None):
-            output = self.programs.forward(*forward)
-            self._forward_done(action.forward, forward, output)
+        forward, backward = results.forward, results.backward
+        if forward is not None and backward is not None and self._pairs is not None:
+            more = (results,) if self._pairs_send else ()
+            with self._collected(backward):
+                output, input_grad = self._pairs(forward, backward, *more)
+            if results.forward is not None:
+                results.output(output)
+            if results.backward is not None:
+                results.input_grad(input_grad)
+            return
+        if forward is not None:
+            results.output(self.programs.forward(*forward))
         if backward is not None:
-            with self._maybe_no_sync(backward.key, backward.microbatch), self.store.collect() as queue:
-                if forward is not None and paired is not None:
-                    output, input_grad = paired(forward, backward)
-                else:
-                    input_grad = self.programs.backward(*backward)
-            if forward is not None and paired is not None:
-                self._forward_done(action.forward, forward, output)
-            self._backward_done(action.backward, backward, input_grad, queue)
+            with self._collected(backward):
+                input_grad = self.programs.backward(*backward)
+            results.input_grad(input_grad)
+
+    @contextlib.contextmanager
+    def _collected(self, job: BackwardJob) -> Iterator[None]:
+        """Keeps the dW that a backward defers for their W."""
+        with self._maybe_no_sync(job.key, job.microbatch), self.store.collect() as queue:
+            yield
+        self.queues[job.key, job.microbatch] = queue
 
     def _forward_job(self, action: Action) -> ForwardJob:
-        received = None
-        if self.schedule.source(action) is not None:
-            received = self.inbox.pop((Payload.ACTIVATION, action.key, action.microbatch)).detach()
-            if torch.is_grad_enabled() and not self.schedule.forward_only and received.is_floating_point():
-                received.requires_grad_()
+        received, grads = self._arrived(action, Payload.ACTIVATION)
+        if received is not None and torch.is_grad_enabled() and not self.schedule.forward_only:
+            for tensor, has_grad in zip(tensors_of(received), grads, strict=True):
+                tensor.requires_grad_(has_grad)
         if not self.schedule.forward_only:
             self.num_live += 1
             self.peak_live = max(self.peak_live, self.num_live)
         return ForwardJob(action.key, action.microbatch, received)
 
-    def _forward_done(self, action: Action | None, job: ForwardJob, output: Tensor | None) -> None:
-        assert action is not None
-        if not self.schedule.forward_only:
-            self.live[job.key, job.microbatch] = (job.input, output)
-        self._deliver(Payload.ACTIVATION, action, output)
-
     def _backward_job(self, action: Action) -> BackwardJob:
-        grad = None
-        if self.schedule.source(action) is not None:
-            grad = self.inbox.pop((Payload.GRADIENT, action.key, action.microbatch))
+        grad, _ = self._arrived(action, Payload.GRADIENT)
         received, output = self.live.pop((action.key, action.microbatch))
         return BackwardJob(action.key, action.microbatch, received, output, grad)
 
-    def _backward_done(
-        self, action: Action | None, job: BackwardJob, input_grad: Tensor | None, queue: WeightGradQueue
-    ) -> None:
-        assert action is not None
-        self.num_live -= 1
-        self.queues[job.key, job.microbatch] = queue
-        self.p2p.release(Payload.ACTIVATION, job.key, job.microbatch)
-        self._deliver(Payload.GRADIENT, action, input_grad)
+    def _arrived(self, action: Action, payload: Payload) -> tuple[Value | None, tuple[bool, ...]]:
+        """What an F or a backward needs from another stage, and which of its tensors have a gradient."""
+        source = self.schedule.source(action)
+        if source is None:
+            return None, ()
+        if self.schedule.rank_of(source) != self.p2p.rank:
+            receive = recv(payload, action.key, action.microbatch)
+            with self.doing(receive):
+                return self.hops.take(receive)
+        return self.turned.pop((payload, action.key, action.microbatch))
 
-    def _deliver(self, payload: Payload, action: Action, tensor: Tensor | None) -> None:
-        """Hands a result to the next stage's inbox on this rank (the turn of the V) or to the SEND that follows."""
+    def deliver(self, payload: Payload, action: Action, value: Value | None, *, may_be_none: bool = False) -> None:
+        """Hands a result to the next stage on this rank (the turn of the V) or to the SEND that follows."""
         target = self.schedule.target(action)
         if target is None:
             return
-        if tensor is None:
+        if value is None and not may_be_none:
             raise PipelineStateError(
                 f"{action} on rank {self.p2p.rank} returned None, but stage {target.stage} waits for its "
                 f"{'output' if payload is Payload.ACTIVATION else 'input gradient'}"
             )
         if self.schedule.rank_of(target) == self.p2p.rank:
-            self.inbox[payload, target, action.microbatch] = tensor.detach()
+            grads = _have_grads(value) if payload is Payload.ACTIVATION else ()
+            self.turned[payload, target, action.microbatch] = _detached(value), grads
         else:
-            self.outbox[payload, action.key, action.microbatch] = tensor
+            self.outbox[payload, action.key, action.microbatch] = value
+
+    def kept(self, job: ForwardJob, output: Any) -> Any:
+        """What the backward gets in place of the output."""
+        if self._keep is None or job.key.stage == self.schedule.num_stages - 1:
+            return output
+        return self._keep(job.key, job.microbatch, output)
 
     def _weights(self, action: Action) -> None:
         queue = self.queues.pop((action.key, action.microbatch))
@@ -368,7 +316,7 @@ class _Run:
 
     def _check_empty(self) -> None:
         left: dict[str, Collection[object]] = {
-            "received": self.inbox,
+            "received": [*self.turned, *self.hops.left],
             "to send": self.outbox,
             "live": self.live,
             "weights": self.queues,
@@ -378,6 +326,36 @@ class _Run:
             found.append(f"weight-gradient queues: {self.store.num_waiting}")
         if found:
             raise PipelineStateError(f"left over after a step on rank {self.p2p.rank}: " + "; ".join(found))
+
+
+def _detached(value: Value | None) -> Value | None:
+    """The same tensors outside of the graph; those of a tuple of gradients may be None."""
+    if value is None or isinstance(value, torch.Tensor):
+        return None if value is None else value.detach()
+    return tuple(None if tensor is None else tensor.detach() for tensor in value)
+
+
+def _have_grads(value: Value | None) -> tuple[bool, ...]:
+    """Which tensors of an output get a gradient: those in the graph; where programs hide it, all that may have one."""
+    tensors = tensors_of(value)
+    required = tuple(tensor.requires_grad for tensor in tensors)
+    return required if any(required) else tuple(t.is_floating_point() or t.is_complex() for t in tensors)
+
+
+@contextlib.contextmanager
+def _named(action: Action, rank: int) -> Iterator[None]:
+    """Names the action in an error of the body; the innermost one counts."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
+            kinds = [
+                (part.kind if part.payload is None else f"{part.kind}_{part.payload}", part)
+                for part in action.compute or (action,)
+            ]
+            work = ", ".join(f"{kind} of stage {part.stage}, microbatch {part.microbatch}" for kind, part in kinds)
+            error.add_note(f"in {action} on pipeline rank {rank} ({work})")
+        raise
 
 
 def _span(action: Action) -> AbstractContextManager[None]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
-from dualpipe.p2p import Edge
+from dualpipe.edges import Edge, Value, tensors_of
 
-EdgeOf = Callable[[Payload, StageKey, int], Edge]
+EdgeOf = Callable[[Payload, StageKey, int], Edge | Sequence[Edge] | None]
 Criterion = Callable[..., Tensor]
 
 
@@ -23,17 +23,19 @@ class ModuleStages:
 
     Args:
         modules: the module of each stage this rank holds. Stage 0 is called with the tensors of `inputs`, any other
-            with the one tensor that the previous stage returned; each returns one tensor.
+            with what the previous stage returned: a tensor, or each tensor of a tuple as an argument. Tensors may be
+            views. A gradient goes back through those that are floating, unless both ranks know that none is needed.
         num_stages: stages of the whole model.
-        edge: shape, dtype and device of what arrives from other ranks.
+        edge: shape, dtype and device of what arrives from other ranks; None where the ranks tell each other.
         inputs: model inputs by microbatch, where this rank holds a stage 0.
         labels: arguments of the criterion after the output, by microbatch, where this rank holds a last stage.
-        criterion: `criterion(output, *labels) -> scalar loss`; None only for inference.
+        criterion: `criterion(output, *labels) -> scalar loss`, with each tensor of a tuple as an argument; None only
+            for inference.
         keep_outputs: keep the last stage's outputs in `outputs`.
 
     Attributes:
         losses: detached loss by microbatch, on the rank of the last stage.
-        outputs: detached output by microbatch, if kept.
+        outputs: detached output by microbatch, if kept; a tensor or a tuple.
     """
 
     def __init__(
@@ -41,45 +43,63 @@ class ModuleStages:
         modules: Mapping[StageKey, nn.Module],
         *,
         num_stages: int,
-        edge: EdgeOf,
+        edge: EdgeOf | None = None,
         inputs: Mapping[int, Sequence[Tensor]],
         labels: Mapping[int, Sequence[Tensor]],
         criterion: Criterion | None,
         keep_outputs: bool = False,
     ) -> None:
-        self.edge = edge
+        self._edge = edge
         self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Value] = {}
         self._modules, self._last = dict(modules), num_stages - 1
         self._inputs, self._labels, self._criterion, self._keep = inputs, labels, criterion, keep_outputs
 
-    def forward(self, key: StageKey, microbatch: int, input: Tensor | None) -> Tensor | None:
+    def edge(self, payload: Payload, key: StageKey, microbatch: int) -> Edge | Sequence[Edge] | None:
+        """What arrives from another rank."""
+        return None if self._edge is None else self._edge(payload, key, microbatch)
+
+    def forward(self, key: StageKey, microbatch: int, input: Value | None) -> Value | None:
         """Runs the module; on the last stage also the criterion, whose loss is then the output."""
-        arguments = self._inputs[microbatch] if input is None else (input,)
-        output: Tensor = self._modules[key](*arguments)
-        if not isinstance(output, Tensor):
-            raise UsageError(
-                f"stage {key.stage} returned {type(output).__name__}", allowed="one tensor", fix="wrap the module"
-            )
+        arguments = self._inputs[microbatch] if input is None else tensors_of(input)
+        output: Any = self._modules[key](*arguments)
+        tensors = tensors_of(output, stage=key.stage)
         if key.stage != self._last:
-            return output
+            return output if isinstance(output, Tensor) else tensors
         if self._keep:
-            self.outputs[microbatch] = output.detach()
+            detached = tuple(tensor.detach() for tensor in tensors)
+            self.outputs[microbatch] = detached[0] if isinstance(output, Tensor) else detached
         if self._criterion is None:
             return None
-        loss = self._criterion(output, *self._labels.get(microbatch, ()))
+        loss = self._criterion(*tensors, *self._labels.get(microbatch, ()))
         self.losses[microbatch] = loss.detach()
         return loss
 
+    def after_forward(self, key: StageKey, microbatch: int, output: Value) -> list[GradientEdge | None]:
+        """Where the gradients of an output enter the graph. With it the output's memory need not stay."""
+        return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_of(output)]
+
     def backward(
-        self, key: StageKey, microbatch: int, input: Tensor | None, output: Tensor | None, output_grad: Tensor | None
-    ) -> Tensor | None:
+        self, key: StageKey, microbatch: int, input: Value | None, output: Any, output_grad: Value | None
+    ) -> Value | None:
         """Runs autograd from the loss, or from the output with its gradient, and returns the gradient of the input."""
-        assert output is not None
-        torch.autograd.backward(output, output_grad)
-        return None if input is None else input.grad
+        if key.stage == self._last:
+            torch.autograd.backward(output)
+        else:
+            grads = output_grad if isinstance(output_grad, tuple) else [output_grad] * len(output)
+            pairs = [(o, g) for o, g in zip(output, grads, strict=True) if o is not None and g is not None]
+            if pairs:  # no parameter before this point is trained otherwise
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if input is None or isinstance(input, Tensor):
+            return None if input is None else input.grad
+        return tuple(_gradient(tensor) for tensor in tensors_of(input))
 
     def no_sync(self, key: StageKey) -> AbstractContextManager[Any]:
         """The module's own `no_sync()` where it has one (data-parallel wrappers)."""
         enter = getattr(self._modules[key], "no_sync", None)
         return contextlib.nullcontext() if enter is None else enter()
+
+
+def _gradient(leaf: Tensor) -> Tensor | None:
+    """Of one of several inputs: zeros for one that was not used, None for one that has no gradient."""
+    return torch.zeros_like(leaf) if leaf.grad is None and leaf.requires_grad else leaf.grad

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import StageKey
+from dualpipe.edges import Form, Value, tensors_of
 from dualpipe.executor import Executor, RunStats
 from dualpipe.module_stages import Criterion, EdgeOf, ModuleStages
-from dualpipe.p2p import Edge
 from dualpipe.schedule import Schedule, build, forward_only
 from dualpipe.weight_grad import split_weight_grads
 
@@ -42,9 +42,11 @@ class Pipeline:
         schedule: a name of `dualpipe.schedule.SCHEDULES`.
         stages_per_rank: stages a rank of the interleaved schedules.
         group: the pipeline's ranks in order; the default group, or a single process without one, by default.
-        edge_shape: shape of the tensor between two stages for one microbatch, or a function
-            (payload, stage key, microbatch) -> `Edge` for shapes that differ.
-        edge_dtype: dtype of that tensor.
+        edge_shape: shape of the tensor between two stages for one microbatch, or a list of shapes where stages return
+            tuples; or a function (payload, stage key, microbatch) -> what `StagePrograms.edge` returns. Without it
+            shapes and dtypes may be any, and differ from microbatch to microbatch and from step to step: the ranks
+            tell each other (`hops`), which costs one small message between hosts for each activation.
+        edge_dtype: dtype of that tensor, or a list of dtypes.
         device: where tensors live; the device of the first parameter by default.
         batch_dim: dimension of inputs and labels that is split in microbatches.
         backward_split: defer the weight gradients of nn.Linear as the schedule says; False runs full backwards.
@@ -60,8 +62,8 @@ class Pipeline:
         schedule: str = "dualpipev",
         stages_per_rank: int | None = None,
         group: dist.ProcessGroup | None = None,
-        edge_shape: Sequence[int] | EdgeOf | None = None,
-        edge_dtype: torch.dtype = torch.float32,
+        edge_shape: Sequence[int] | Sequence[Sequence[int]] | EdgeOf | None = None,
+        edge_dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
         device: torch.device | None = None,
         batch_dim: int = 0,
         backward_split: bool = True,
@@ -78,11 +80,9 @@ class Pipeline:
                 allowed=f"{len(keys)} for {schedule}",
                 fix="pass one module a stage",
             )
-        if edge_shape is None and num_ranks > 1:
-            raise UsageError("edge_shape None", allowed="the shape between two stages", fix="pass edge_shape=")
         parameter = next((p for module in modules for p in module.parameters()), None)
         self.device = device or (torch.device("cpu") if parameter is None else parameter.device)
-        self._edge = edge_shape if callable(edge_shape) else self._fixed_edge(tuple(edge_shape or ()), edge_dtype)
+        self._edge = _edge_of(edge_shape, edge_dtype, self.device)
         self._modules = dict(zip(keys, modules, strict=True))
         self._name, self._stages_per_rank = schedule, stages_per_rank
         self._split, self._batch_dim = backward_split, batch_dim
@@ -90,10 +90,6 @@ class Pipeline:
         self._executor = Executor(group, timeout=timeout, device=self.device)
         self._patches = [split_weight_grads(m, self._executor.store) for m in modules] if backward_split else []
         self.stats = RunStats(peak_live=0)
-
-    def _fixed_edge(self, shape: tuple[int, ...], dtype: torch.dtype) -> EdgeOf:
-        edge = Edge(shape, dtype, self.device)
-        return lambda payload, key, microbatch: edge
 
     def _schedule(self, num_microbatches: int, inference: bool) -> Schedule:
         key = num_microbatches, inference
@@ -116,7 +112,7 @@ class Pipeline:
         criterion: Criterion | None = None,
         labels: Sequence[Tensor] = (),
         return_outputs: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Value | None]:
         """One pass over all microbatches; under `torch.no_grad()` the forwards alone.
 
         Args:
@@ -129,8 +125,9 @@ class Pipeline:
             return_outputs: also return the model's output.
 
         Returns:
-            (loss, outputs): loss (microbatches on this rank,) in their order, and outputs (batch, ...); each None on
-            ranks without a last stage, loss also without criterion, outputs also if not asked for.
+            (loss, outputs): loss (microbatches on this rank,) in their order, and outputs (batch, ...), a tuple where
+            the model returns one; each None on ranks without a last stage, loss also without criterion, outputs also
+            if not asked for.
         """
         inference = not torch.is_grad_enabled()
         schedule = self._schedule(num_microbatches, inference)
@@ -152,7 +149,8 @@ class Pipeline:
         self.stats = self._executor.run(schedule, stages)
         loss = torch.stack([stages.losses[i] for i in sorted(stages.losses)]) if stages.losses else None
         kept = [stages.outputs[i] for i in sorted(stages.outputs)]
-        return loss, torch.cat(kept, self._batch_dim) if kept else None
+        whole = tuple(torch.cat(parts, self._batch_dim) for parts in zip(*map(tensors_of, kept), strict=True))
+        return loss, None if not kept else whole[0] if isinstance(kept[0], Tensor) else whole
 
     def _holds(self, stage: int) -> bool:
         return any(key.stage == stage for key in self._modules)
@@ -190,3 +188,14 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _edge_of(
+    shape: Sequence[int] | Sequence[Sequence[int]] | EdgeOf | None,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    device: torch.device,
+) -> EdgeOf | None:
+    if shape is None or callable(shape):
+        return shape
+    form = Form.fixed(shape, dtype, device)
+    return lambda payload, key, microbatch: form.edges[0] if form.bare else form.edges

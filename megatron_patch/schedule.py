@@ -26,8 +26,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
+from dualpipe.edges import Edge
 from dualpipe.executor import Executor
-from dualpipe.p2p import Edge
 from dualpipe.schedule import Schedule, build, forward_only
 from megatron_patch import weight_grad
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from comm_core.runtime import trace
 from dualpipe.actions import StageKey
 from dualpipe.blocks import blocks_from_events
+from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.module_stages import ModuleStages
-from dualpipe.p2p import Edge
 from dualpipe.pipeline import Pipeline, stages_of_rank
 from dualpipe.schedule import dualpipev, with_communication
 from tests.dualpipe.pipelines import (
@@ -37,6 +37,7 @@ from tests.dualpipe.pipelines import (
     serial,
     worst_error,
 )
+from tests.dualpipe.ragged import One, Several, ragged_steps, sizes_of_steps
 from tests.pool import run_ranks
 
 CASES = [
@@ -63,6 +64,15 @@ CASES = [
     ("zb1p", 3, [4]),
     ("zbh2", 2, [5]),
 ]
+RAGGED = [
+    ("dualpipev", 2, Several, [5]),
+    ("dualpipev", 3, Several, [7, 2]),
+    ("zbv", 4, Several, [9]),
+    ("dualpipe", 4, Several, [8]),
+    ("interleaved", 3, One, [5]),
+    ("1f1b", 2, One, [3]),
+    ("zbh2", 4, One, [5]),
+]
 THREE_STAGES_A_RANK = [("interleaved", 4, [7]), ("interleaved_pairs", 3, [4])]
 
 
@@ -74,6 +84,11 @@ def every_case(rank: int, seed: int) -> dict[Any, Any]:
     for name, ranks, counts in THREE_STAGES_A_RANK:
         if ranks in groups:
             found[name, ranks, *counts] = run_pipeline(groups[ranks], name, counts, seed, stages_per_rank=3)
+    for name, ranks, kind, counts in RAGGED:
+        if ranks in groups:
+            with Executor(groups[ranks]) as executor:
+                sizes = sizes_of_steps(seed, counts)
+                found["ragged", name, ranks] = ragged_steps(executor, groups[ranks], name, kind, sizes, seed)
     found["merged"] = run_pipeline(groups[2], "dualpipev", [5], seed, backward_split=False)
     found["fault"] = swapped_gradients(groups[2], seed)
     found["inference"] = inference(groups[2], seed)
@@ -100,6 +115,15 @@ def test_equal_to_serial_execution(found, name, ranks, counts):
         assert [result["peak"] for result in results] == [result["planned peak"] for result in results]
 
 
+@pytest.mark.parametrize(("name", "ranks"), [case[:2] for case in RAGGED])
+def test_shapes_that_only_the_sender_knows(found, name, ranks):
+    """Other sizes, several tensors, views and other counts from step to step, with nothing said about them."""
+    seen = [answer["ragged", name, ranks] for answer in found if ("ragged", name, ranks) in answer]
+    assert len(seen) == (3 if ranks == 3 else 4)
+    for steps in seen:
+        assert len(steps) >= 3 and all(same and error <= TOLERANCE for same, error in steps)
+
+
 @pytest.mark.parametrize(("name", "ranks", "counts"), CASES[:5])
 def test_peak_of_live_activations(found, name, ranks, counts):
     """2P+1 half-size (V) or P+1 (DualPipe) activations; one fewer on the V's first rank with 2P-1 microbatches."""
@@ -122,13 +146,13 @@ def test_full_backwards_without_split(found):
 class Swapped(ModuleStages):
     """A fault: stage 0 runs the backward of microbatch 0 with the gradient of microbatch 1, and the other way round."""
 
-    def forward(self, key: StageKey, microbatch: int, input: Tensor | None) -> Tensor | None:
-        output = super().forward(key, microbatch, input)
+    def after_forward(self, key: StageKey, microbatch: int, output: Any) -> Any:
+        kept = super().after_forward(key, microbatch, output)
         if key.stage == 0:
-            self.__dict__.setdefault("kept", {})[microbatch] = output
-        return output
+            self.__dict__.setdefault("kept", {})[microbatch] = kept
+        return kept
 
-    def backward(self, key: StageKey, microbatch: int, *rest: Any) -> Tensor | None:
+    def backward(self, key: StageKey, microbatch: int, *rest: Any) -> Any:
         if key.stage == 0 and microbatch < 2:
             rest = (rest[0], self.__dict__["kept"][1 - microbatch], rest[2])
         return super().backward(key, microbatch, *rest)

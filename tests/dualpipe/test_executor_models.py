@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dualpipe.actions import StageKey
-from dualpipe.p2p import Edge
+from dualpipe.edges import Edge
 from dualpipe.pipeline import Pipeline, stages_of_rank
 from dualpipe.schedule import SCHEDULES, build
 from tests.dualpipe.pipelines import CPU, HIDDEN, TOLERANCE, Stage, criterion, make_stages, share_of, worst_error

@@ -50,13 +50,13 @@ def test_dx_is_passed_on_before_dw_runs(monkeypatch):
     programs, stages = single(1)
     order: list[str] = []
     stages[1].down.weight.register_post_accumulate_grad_hook(lambda _: order.append("dW of stage 1"))
-    original = executor_module._Run._deliver
+    original = executor_module._Run.deliver
 
-    def deliver(self: Any, payload: Any, action: Any, tensor: Any) -> None:
+    def deliver(self: Any, payload: Any, action: Any, value: Any, **more: Any) -> None:
         order.append(f"{action} delivered")
-        original(self, payload, action, tensor)
+        original(self, payload, action, value, **more)
 
-    monkeypatch.setattr(executor_module._Run, "_deliver", deliver)
+    monkeypatch.setattr(executor_module._Run, "deliver", deliver)
     with Executor(None) as executor, split_weight_grads(stages[1], executor.store):
         executor.run(merge_backward(dualpipev(1, 1)), programs)
     assert order == ["0F0 delivered", "1F0 delivered", "1B0 delivered", "dW of stage 1", "0B0 delivered"]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.module_stages import ModuleStages
-from dualpipe.p2p import Edge
 from dualpipe.schedule import build
 from tests.dist import RankFailure, run_ranks
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from comm_core.runtime.errors import ClosedError, CommError, CommTimeoutError
 from dualpipe.actions import Payload, StageKey, recv, send
-from dualpipe.p2p import Edge, PeerToPeer
+from dualpipe.edges import Edge
+from dualpipe.p2p import PeerToPeer
 from dualpipe.pipeline import Pipeline
 from tests.pool import run_ranks
 
@@ -59,16 +60,16 @@ def messages_out_of_step(rank: int) -> list[float]:
     got = []
     if rank == 0:
         for payload, number in kinds:
-            p2p.send(send(payload, StageKey(1), number), 1, torch.full((2, 3), 10.0 * number + (payload == "B")))
+            p2p.send(send(payload, StageKey(1), number), 1, [torch.full((2, 3), 10.0 * number + (payload == "B"))])
         p2p.finish()
     else:
         for payload, number in [kinds[2], kinds[0], kinds[3], kinds[1]]:
-            tensor = p2p.recv(recv(payload, StageKey(2), number), 0, EDGE)
+            (tensor,) = p2p.post(recv(payload, StageKey(2), number), 0, [EDGE]).wait()
             assert tensor.unique().numel() == 1
             got.append(float(tensor[0, 0]))
     p2p.close()
     with pytest.raises(ClosedError, match="was closed"):
-        p2p.send(send(Payload.ACTIVATION, StageKey(1), 0), 1 - rank, torch.zeros(2, 3))
+        p2p.send(send(Payload.ACTIVATION, StageKey(1), 0), 1 - rank, [torch.zeros(2, 3)])
     return got
 
 
