@@ -25,12 +25,15 @@ def engram(buffer: ElasticBuffer, seed: int) -> list[str]:
     """Entries written and fetched: bf16 and FP8, both layouts of scales, again and again."""
     rng, bad = random.Random(seed), []
     for round_ in range(6):
-        bad += _engram_round(buffer, rng, rng.choice((BF16, FP8)) if round_ > 1 else (BF16, FP8)[round_])
+        dtype = rng.choice((BF16, FP8)) if round_ > 1 else (BF16, FP8)[round_]
+        bad += _engram_round(buffer, rng, dtype, large=round_ == 0)
     return bad
 
 
-def _engram_round(buffer: ElasticBuffer, rng: random.Random, dtype: torch.dtype) -> list[str]:
+def _engram_round(buffer: ElasticBuffer, rng: random.Random, dtype: torch.dtype, *, large: bool) -> list[str]:
+    """One table. A `large` one is never so small that a wrong row could be the right one."""
     num_entries, hidden = rng.choice((1, 7, 64)), rng.choice((3, 16, 128, 200))
+    num_entries = 64 if large else num_entries
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     values = torch.randn(buffer.num_ranks * num_entries, hidden, generator=generator)
     table, scales = values.to(BF16), None
@@ -41,6 +44,7 @@ def _engram_round(buffer: ElasticBuffer, rng: random.Random, dtype: torch.dtype)
     bad: list[str] = []
     for _ in range(3):
         shapes = [(rng.choice((0, 1, 5, 33)), rng.choice((1, 4))) for _ in range(buffer.num_ranks)]
+        shapes = [(33, 4)] * buffer.num_ranks if large else shapes
         turned, seed = rng.random() < 0.5, rng.randrange(2**31)
         own = torch.Generator().manual_seed(seed + buffer.rank)
         shape = shapes[buffer.rank]
