@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dualpipe.actions import StageKey
 from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.module_stages import ModuleStages
@@ -47,6 +50,14 @@ class Faulty(nn.Module):
         raise ZeroDivisionError("planted in the backward")
 
 
+class WrongGradient(ModuleStages):
+    """Stage 1 gives the gradient of microbatch 1 back in another shape than its input had."""
+
+    def backward(self, key: StageKey, microbatch: int, *rest: Any) -> Any:
+        grad = super().backward(key, microbatch, *rest)
+        return grad[:1] if (key.stage, microbatch) == (1, 1) else grad
+
+
 def one_step(rank: int, fault: str) -> str:
     """Runs zbv with the fault in stage 1; gives the whole report of this rank's error, its notes included."""
     schedule = build("zbv", RANKS, COUNT)
@@ -55,11 +66,13 @@ def one_step(rank: int, fault: str) -> str:
         swapped[0], swapped[-1] = swapped[-1], swapped[0]
         schedule = replace(schedule, ranks=(schedule.ranks[0], tuple(swapped), schedule.ranks[2]))
     modules = {key: Faulty(fault if key.stage == 1 else None) for key in schedule.stages_of(rank)}
+    width = 5 if fault == "other shapes" and rank == 1 else 4
+    edge = Edge((2, width), torch.float32, torch.device("cpu"))
     data = {i: [torch.randn(2, 4)] for i in range(COUNT)}
-    stages = ModuleStages(
+    stages = (WrongGradient if fault == "gradient" else ModuleStages)(
         modules,
         num_stages=schedule.num_stages,
-        edge=lambda payload, key, microbatch: Edge((2, 4), torch.float32, torch.device("cpu")),
+        edge=None if fault == "gradient" else lambda payload, key, microbatch: edge,
         inputs=data,
         labels={},
         criterion=lambda output: output.square().sum(),
@@ -74,7 +87,7 @@ def one_step(rank: int, fault: str) -> str:
     return "no error"
 
 
-FAULTS = ["forward", "backward", "shape", "dtype", "deadlock"]
+FAULTS = ["forward", "backward", "shape", "dtype", "gradient", "other shapes", "deadlock"]
 
 
 def every_fault(rank: int) -> dict[str, tuple[str, float]]:
@@ -98,6 +111,10 @@ def found() -> list[dict[str, tuple[str, float]]]:
         ("backward", ["planted in the backward", "in 1I1 on pipeline rank 1 (I of stage 1, microbatch 1)"]),
         ("shape", ["UsageError: 1SEND_F1 on pipeline rank 1 with (2, 3) torch.float32; allowed: (2, 4) torch.float32"]),
         ("dtype", ["UsageError: 1SEND_F1 on pipeline rank 1 with (2, 4) torch.float64"]),
+        (
+            "gradient",
+            ["UsageError: 1SEND_B1 on pipeline rank 1 with (1, 4) torch.float32; allowed: (2, 4) torch.float32"],
+        ),
     ],
 )
 def test_the_rank_at_fault_names_the_action_and_the_others_name_what_they_waited_for(found, fault, words):
@@ -108,7 +125,23 @@ def test_the_rank_at_fault_names_the_action_and_the_others_name_what_they_waited
             assert all(word in text for word in words), text
         else:
             assert "CommError" in text and f"on pipeline rank {rank} failed with pipeline rank" in text, text
-            assert "RECV_" in text or "SEND_" in text
+            assert re.search(
+                rf"in \d(RECV|SEND)_[FB]\d on pipeline rank {rank} \(.* of stage \d, microbatch \d\)", text
+            ), text
+
+
+def test_a_rank_that_says_other_shapes_than_its_peers_is_named_before_anything_is_misread(found):
+    for rank, answers in enumerate(found):
+        text, seconds = answers["other shapes"]
+        assert seconds < TIMEOUT
+        assert re.search(rf"in \dRECV_[FB]\d on pipeline rank {rank} \(RECV_. of stage \d, microbatch \d\)", text), text
+    told = [answers["other shapes"][0] for answers in found if "UsageError" in answers["other shapes"][0]]
+    assert told  # who looks first; it may end the others
+    for text in told:
+        assert re.search(r"waits for \dRECV_[FB]\d \(the (input|output gradient) of stage \d, microbatch \d\)", text), (
+            text
+        )
+        assert "(2, 5) torch.float32" in text and "(2, 4) torch.float32" in text
 
 
 def test_a_list_that_can_not_end_is_refused_on_every_rank_before_anything_is_sent(found):
