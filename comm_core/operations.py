@@ -22,6 +22,7 @@ from comm_core.backends.channel import ROW_DTYPES
 from comm_core.backends.reduction import accumulator_dtype
 from comm_core.event import EventHandle, EventOverlap, as_handle
 from comm_core.handle import EPHandle
+from comm_core.runtime import device as devices
 from comm_core.validate import CombineArgs, DispatchArgs, Limits
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -129,6 +130,7 @@ class Operations:
             out_idx = None if handle.do_expand else handle.topk_idx.new_empty(num_rows, handle.num_topk)
             lanes = () if handle.do_expand else (handle.num_topk,)
             out_weights = None if weights is None else weights.new_empty(num_rows, *lanes)
+        _hand_over(args, out_x, out_idx, out_weights)
         job = MoveJob(
             op=op,
             settings=None if args.handle is None else settings | {"handle": handle.number},
@@ -165,6 +167,7 @@ class Operations:
                 out = fp8.empty_column_major(num_rows, scales.shape[1], scales)
             else:
                 out = scales.new_empty(num_rows, scales.shape[1])
+        _hand_over(args, out)
         return replace(job, scales=scales, out_scales=out), out
 
     def _scales(self, data: MoveJob, args: DispatchArgs, moved: EventHandle) -> tuple[torch.Tensor, EventHandle]:
@@ -177,6 +180,7 @@ class Operations:
             arrived = scales.new_empty(num_rows, scales.shape[1])
             turned = args.use_tma_aligned_col_major_sf
             out = fp8.empty_column_major(num_rows, scales.shape[1], scales) if turned else arrived
+        _hand_over(args, out)
         if rows is not scales:
             moved = queue.submit(lambda: rows.copy_(scales), after=[moved], tensors=[rows, scales])
         move = replace(
@@ -198,6 +202,7 @@ class Operations:
             out_x = x.new_empty(handle.num_tokens, x.shape[1])
             out_weights = None if weights is None else weights.new_empty(handle.num_tokens, handle.num_topk)
             by_lane = out_x if lanes is None else x.new_empty(lanes.num_tokens, x.shape[1])
+        _hand_over(args, out_x, out_weights)
         epilogue = as_handle(args.previous_event_before_epilogue)
         job = MoveJob(
             op="combine",
@@ -243,6 +248,12 @@ class Operations:
             "dtype": ROW_DTYPES.index(x.dtype),
             "topk_weights": -1 if weights is None else ROW_DTYPES.index(weights.dtype),
         }
+
+
+def _hand_over(args: DispatchArgs | CombineArgs, *outputs: torch.Tensor | None) -> None:
+    """Outputs that are the comm stream's memory are not used again there before the caller's stream is past them."""
+    if args.allocate_on_comm_stream:
+        devices.keep_for_current_stream(*(item for item in outputs if item is not None))
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

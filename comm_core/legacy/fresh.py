@@ -85,6 +85,7 @@ class FreshDispatch:
         )  # fmt: skip
         with transport.allocating(on_comm):
             self.handle = routing.empty_handle(ep, inside, self._num_channels, self.num_rows)
+        transport.hand_over(on_comm, lanes, *self.handle)
         steps: list[Callable[[], Any]] = [lambda: routing.fill_handle(self.handle, self._table)]
         if lists:
             steps.append(lambda: localise(self.outs[-2], self.outs[-1], ep))

@@ -21,6 +21,7 @@ from comm_core.backends.channel import ROW_DTYPES
 from comm_core.elastic import ElasticBuffer, Event
 from comm_core.event import EventHandle, EventOverlap, as_handle
 from comm_core.handle import EPHandle
+from comm_core.runtime import device as devices
 from comm_core.runtime.errors import UsageError
 from comm_core.validate import MAX_TOPK, problem_of
 
@@ -251,6 +252,7 @@ class Transport:
         for tensors in groups:
             with self.allocating(on_comm_stream):
                 mine = [item.new_empty(num_rows, item.shape[1]) for item in tensors]
+            self.hand_over(on_comm_stream, *mine)
             outs += mine
             if len(tensors) == 1 and fits(tensors[0]):
                 rows, target = tensors[0], mine[0]
@@ -297,12 +299,19 @@ class Transport:
             return out, event
         with self.allocating(on_comm_stream):
             result = out.new_empty(out.shape[0], hidden)
+        self.hand_over(on_comm_stream, result)
         fill = functools.partial(result.copy_, out[:, :hidden])
         return result, self.then(fill, [event], [out, result], here=not on_comm_stream)
 
     def allocating(self, on_queue: bool) -> contextlib.AbstractContextManager[Any]:
         """Context in which new memory is the queue's: work of the queue need not wait for this stream to use it."""
         return self.elastic._backend.queue.allocating(on_queue)
+
+    @staticmethod
+    def hand_over(on_queue: bool, *tensors: torch.Tensor) -> None:
+        """Memory of `allocating(True)` that the caller gets: the queue uses it again behind the current stream."""
+        if on_queue:
+            devices.keep_for_current_stream(*tensors)
 
     def then(
         self,

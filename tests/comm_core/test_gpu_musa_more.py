@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from comm_core.runtime import device as devices
 from tests.comm_core import cases, legacy_cases, random_calls, test_kernels_gpu
 from tests.comm_core.cases import Case
 from tests.comm_core.legacy_cases import World
-from tests.pool import Pool
+from tests.pool import Pool, RankFailure
 from tests.twin.tensors import PlayedTensor
 from tests.twin.torch_musa import played
 
@@ -103,6 +104,46 @@ def _v1_on_both(rank: int, seed: int) -> list[str]:
     cpu, gpu = answers
     assert cpu.keys() == gpu.keys()
     return [name for name in cpu if not legacy_cases.same(gpu[name], cpu[name])]
+
+
+def _handed_over(rank: int, recorded: bool) -> list[int]:
+    """Outputs on the comm stream are read and dropped by the caller's, with nothing to keep them but their streams."""
+    early: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
+    keep = devices.keep_for_current_stream if recorded else lambda *tensors: None
+    with mock.patch.object(devices, "keep_for_current_stream", keep), played() as musa, _buffer(rank) as buffer:
+        here = buffer.device
+        x, ids = torch.randn(4, 16).bfloat16().to(here), torch.tensor([[0, 1], [2, 3]] * 2).to(here)
+        parts = (x.view(torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 1).to(here))
+        given: dict[str, Any] = {"async_with_compute_stream": True, "allocate_on_comm_stream": True}
+        got = buffer.dispatch(parts, ids, num_experts=4, previous_event=buffer.capture(), **given)
+        got[4].current_stream_wait()
+        seen = [got[0][0].view(torch.uint8) + 1, got[0][1] + 1, got[1] + 1]
+        rows = torch.zeros(got[3].num_recv_tokens, 16).bfloat16().to(here)
+        back, _, event = buffer.combine(rows, got[3], previous_event=buffer.capture(), **given)
+        event.current_stream_wait()
+        seen.append(back + 1)
+        del got, back
+        one = Buffer(dist.group.WORLD, backend="gpu", device=here, num_cpu_timeout_secs=20)
+        counts = one.get_dispatch_layout(ids, 4)
+        layout = {"num_tokens_per_rank": counts[0], "num_tokens_per_expert": counts[2], "is_token_in_rank": counts[3]}
+        old = one.dispatch(x, **layout, previous_event=Buffer.capture(), **early)
+        old[5].current_stream_wait()
+        seen += [old[0] + 1, *(item.int() + 1 for item in old[4][:3])]
+        answer = old[0] * 2
+        home, _, event = one.combine(answer, old[4], previous_event=Buffer.capture(), **early)
+        event.current_stream_wait()
+        seen.append(home + 1)
+        del old, home, event
+        gc.collect()
+        assert not musa.failures, musa.failures
+        one.destroy()
+    return [item.shape[0] for item in seen]
+
+
+def test_outputs_on_the_comm_stream_are_handed_over(ranks: Pool) -> None:
+    assert ranks.run(2, _handed_over, True)[0][:4] == [4, 4, 4, 4]
+    with pytest.raises(RankFailure, match="is freed, not recorded on another"):
+        ranks.run(2, _handed_over, False)
 
 
 def test_v1_calls_are_those_of_the_cpu(ranks: Pool, fresh_random_data: int) -> None:
