@@ -62,6 +62,11 @@ class Executor:
         device: where tensors live; by default the CPU for gloo, else the current accelerator.
         rank_mapping: place in the pipeline of each rank of the group; their own order by default.
 
+    Attributes:
+        rank: this process's place in the pipeline.
+        num_ranks: pipeline ranks.
+        device: where negotiated tensors arrive.
+
     Construction and `run` are collective over the group. The microbatch count, the schedule and the programs may
     change from run to run. After an error in `run` the executor is closed, so that peers fail instead of waiting.
     """
@@ -78,7 +83,7 @@ class Executor:
         self.store = WeightGradStore() if store is None else store
         limit = timedelta(seconds=env.timeout_seconds()) if timeout is None else timeout
         self._p2p = PeerToPeer(group, timeout=limit, device=device, rank_mapping=rank_mapping)
-        self.rank, self.num_ranks = self._p2p.rank, self._p2p.num_ranks
+        self.rank, self.num_ranks, self.device = self._p2p.rank, self._p2p.num_ranks, self._p2p.device
         self._plans: dict[int, RankPlan] = {}
         self._memory = HopMemory()
         self._closed = False

@@ -30,7 +30,8 @@ class Several(nn.Module):
         self, x: Tensor, numbers: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None
     ) -> Any:
         if numbers is None or scale is None or shift is None:
-            numbers, scale, shift = torch.arange(len(x)), x.new_ones(len(x), 1), torch.linspace(0, 1, HIDDEN)
+            numbers, scale = torch.arange(len(x), device=x.device), x.new_ones(len(x), 1)
+            shift = torch.linspace(0, 1, HIDDEN, device=x.device)
         y = self.body(x) * scale * (1 + 0.1 * numbers[:, None]) + shift.to(x)
         wide = torch.stack([torch.sigmoid(y.mean(1)), y.new_zeros(len(y))], 1)
         return y.t().contiguous().t(), numbers.flip(0), wide[:, :1], shift
@@ -85,12 +86,15 @@ def ragged_steps(
     """One step for each list of rows a microbatch: whether losses are the serial ones, and the error of gradients."""
     rank, ranks = executor.rank, executor.num_ranks
     shape = build(name, ranks, 2 * ranks)
-    reference = make(kind, shape.num_stages, seed)
+    reference = [stage.to(executor.device) for stage in make(kind, shape.num_stages, seed)]
     mine = {key: copy.deepcopy(reference[key.stage]) for key in shape.stages_of(rank)}
     numbers, found = torch.Generator().manual_seed(seed), []
     patches = [split_weight_grads(module, executor.store) for module in mine.values()]
     for step in sizes:
-        xs, ys = ([torch.randn(n, HIDDEN, dtype=torch.float64, generator=numbers) for n in step] for _ in range(2))
+        xs, ys = (
+            [torch.randn(n, HIDDEN, dtype=torch.float64, generator=numbers).to(executor.device) for n in step]
+            for _ in range(2)
+        )
         for module in [*reference, *mine.values()]:
             module.zero_grad()
         wanted = serial(reference, xs, ys)

@@ -12,12 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from comm_core.runtime import device as devices
+from dualpipe.executor import Executor
 from tests.dist import run_ranks
 from tests.dualpipe.pipelines import TOLERANCE, check_hooks, run_pipeline
+from tests.dualpipe.ragged import Several, ragged_steps, sizes_of_steps
 
 KIND = devices.choose("auto", num_local_ranks=2)
 CASES = [("dualpipev", [3, 4, 9]), ("dualpipe", [4, 8]), ("1f1b", [5, 2]), ("zbv", [3, 6]), ("zb1p", [5])]
 CASES += [("zbh2", [5]), ("interleaved", [4, 5]), ("interleaved_pairs", [5])]
+
+RAGGED = ["dualpipev", "zbv", "1f1b", "interleaved"]  # shapes that only the sender knows, several tensors a hop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +41,16 @@ def every_case(rank: int, kind: str, store: str, eager: bool, seed: int) -> dict
         timeout=timedelta(seconds=60),
         device_id=device if eager else None,
     )
-    return {name: run_pipeline(dist.group.WORLD, name, counts, seed, device=device) for name, counts in CASES}
+    found: dict[str, Any] = {
+        name: run_pipeline(dist.group.WORLD, name, counts, seed, device=device) for name, counts in CASES
+    }
+    with Executor(dist.group.WORLD, device=device) as executor:
+        found["ragged"] = [
+            step
+            for name in RAGGED
+            for step in ragged_steps(executor, dist.group.WORLD, name, Several, sizes_of_steps(seed, [6]), seed)
+        ]
+    return found
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -50,3 +63,5 @@ def test_equal_to_serial_execution(eager):
         for name, counts in CASES:
             assert all(result["loss"] and result["grads"] <= TOLERANCE for result in answer[name])
             check_hooks(answer[name], counts, name)
+        assert len(answer["ragged"]) == 3 * len(RAGGED)
+        assert all(same and error <= TOLERANCE for same, error in answer["ragged"])

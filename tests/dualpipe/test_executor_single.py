@@ -17,6 +17,7 @@ from dualpipe.pipeline import Pipeline
 from dualpipe.schedule import SCHEDULES, dualpipev, from_csv, merge_backward
 from dualpipe.weight_grad import split_weight_grads
 from tests.dualpipe.pipelines import HIDDEN, ROWS, TOLERANCE, Stage, check_hooks, criterion, make_stages, run_pipeline
+from tests.dualpipe.ragged import Several, loss_of, make
 
 
 def single(count: int, cls: type[ModuleStages] = ModuleStages, **changes: Any) -> tuple[Any, list[Stage]]:
@@ -60,6 +61,28 @@ def test_dx_is_passed_on_before_dw_runs(monkeypatch):
     with Executor(None) as executor, split_weight_grads(stages[1], executor.store):
         executor.run(merge_backward(dualpipev(1, 1)), programs)
     assert order == ["0F0 delivered", "1F0 delivered", "1B0 delivered", "dW of stage 1", "0B0 delivered"]
+
+
+def test_several_outputs_of_the_model(fresh_random_data):
+    stages = make(Several, 2, fresh_random_data)
+    x, y = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
+    with Pipeline(stages, edge_shape=[(2, HIDDEN), (2,), (2, 1), (HIDDEN,)], edge_dtype=torch.float64) as pipeline:
+        loss, outputs = pipeline.step(x, num_microbatches=3, criterion=loss_of, labels=[y], return_outputs=True)
+    wanted = [stages[1](*stages[0](part)) for part in x.chunk(3)]
+    assert isinstance(outputs, tuple) and len(outputs) == 4 and loss is not None and loss.shape == (3,)
+    for output, parts in zip(outputs, zip(*wanted, strict=True), strict=True):
+        assert not output.requires_grad
+        torch.testing.assert_close(output, torch.cat(parts).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_no_tensor_is_refused():
+    class Wrong(Stage):
+        def forward(self, x: Tensor) -> Any:
+            return [x, "words"]
+
+    x = torch.zeros(2, HIDDEN, dtype=torch.float64)
+    with Pipeline([Wrong().double(), Wrong().double()]) as pipeline, pytest.raises(UsageError, match=r"'str'.* stage 0"):
+        pipeline.step(x, num_microbatches=1, criterion=criterion, labels=[x])
 
 
 class Paired(ModuleStages):

@@ -95,6 +95,20 @@ def test_fixed_shapes_are_agreed_on_once(fresh_random_data):
         assert [len(entry[2]) for entry in second if entry[0] == "tell"] == [1]
 
 
+def test_fixed_shapes_of_several_tensors(fresh_random_data):
+    """The same edges say what of it comes back: not the whole numbers, and not what is said to have no gradient."""
+    several = (
+        EDGE,
+        Edge((2,), torch.int64, CPU),
+        Edge((2, 1), torch.float64, CPU),
+        Edge((HIDDEN,), torch.float32, CPU, grad=False),
+    )
+    logs = log_of_steps("zbv", Several, [[2] * 4], fresh_random_data, lambda *_: several)
+    for (log,) in logs:
+        shapes = {entry[1][1:7]: entry[2] for entry in log if entry[0] == "send"}
+        assert shapes == {"SEND_F": [(2, HIDDEN), (2,), (2, 1), (HIDDEN,)], "SEND_B": [(2, HIDDEN), (2, 1)]}
+
+
 class Watched(ModuleStages):
     """Writes its computations into the log of the messages."""
 
