@@ -81,7 +81,7 @@ def test_what_is_no_tensor_is_refused():
             return [x, "words"]
 
     x = torch.zeros(2, HIDDEN, dtype=torch.float64)
-    with Pipeline([Wrong().double(), Wrong().double()]) as pipeline, pytest.raises(UsageError, match=r"'str'.* stage 0"):
+    with Pipeline([Wrong(), Wrong()]) as pipeline, pytest.raises(UsageError, match=r"'str'.* stage 0"):
         pipeline.step(x, num_microbatches=1, criterion=criterion, labels=[x])
 
 
