@@ -25,7 +25,7 @@ from tests.comm_core.cases import Case
 from tests.dist import RankFailure
 from tests.pool import Pool
 from tests.twin.tensors import PlayedTensor
-from tests.twin.torch_musa import Played, played
+from tests.twin.torch_musa import Played, played, why_not
 
 BASE = Case(1, (6, 4, 5), 24, 4, 3, torch.bfloat16)
 CASES = [
@@ -39,6 +39,7 @@ CASES = [
     replace(BASE, static=True, bound=9, do_expand=True, hidden=128, scales="fp32", asynchronous=True),
 ]
 TIMEOUT = 1.0
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
 @pytest.fixture(scope="module")

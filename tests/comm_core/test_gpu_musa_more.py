@@ -21,7 +21,7 @@ from tests.comm_core.cases import Case
 from tests.comm_core.legacy_cases import World
 from tests.pool import Pool, RankFailure
 from tests.twin.tensors import PlayedTensor
-from tests.twin.torch_musa import played
+from tests.twin.torch_musa import played, why_not
 
 FORMATS: dict[str, dict[str, bool]] = {
     "plain": {"use_fp8": False},
@@ -30,6 +30,7 @@ FORMATS: dict[str, dict[str, bool]] = {
     "exponents": {"round_scale": True, "use_ue8m0": True},
 }
 BASE = Case(2, (5, 6), 16, 3, 2, torch.bfloat16)
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def _low_latency(rank: int, seed: int) -> list[str]:
 
 def test_low_latency_calls(ranks: Pool, fresh_random_data: int) -> None:
     """The calls that a device makes in test_kernels_gpu."""
-    assert ranks.run(2, _low_latency, fresh_random_data) == [[], []]
+    assert ranks.run(2, _low_latency, fresh_random_data, timeout=200.0) == [[], []]
 
 
 def _v1(buffer: Buffer, world: World) -> dict[str, torch.Tensor]:

@@ -21,7 +21,9 @@ from comm_core.runtime.errors import CommError
 from tests.pool import Pool
 from tests.twin.channel import Side, numbers, word
 from tests.twin.library import TwinLibrary
-from tests.twin.torch_musa import OrderError, Played, played
+from tests.twin.torch_musa import OrderError, Played, played, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,13 @@ class Played:
         return self.device.order.failures
 
 
+def why_not() -> str | None:
+    """Why this torch can not be played with; None where it can."""
+    if hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard"):
+        return None
+    return f"torch {torch.__version__} takes no device from Python"
+
+
 def _index(device: Device, given: Any) -> int:
     if given is None:
         return device.index
