@@ -35,7 +35,8 @@ class BackwardJob(NamedTuple):
 class PairResults(Protocol):
     """Takes the results of an overlapped pair as soon as they are there, and sends them while the pair still runs.
 
-    What was not given here is sent after the pair. The methods may be called in any order, each at most once.
+    What was not given here is sent after the pair. The methods may be called in any order, each at most once, on the
+    stream on which the value is ready.
     """
 
     def output(self, value: Value) -> None:
