@@ -17,7 +17,7 @@ from dualpipe.actions import Action
 from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 
-WAIT = 10.0
+WAIT = 20.0
 
 
 class Wires:
