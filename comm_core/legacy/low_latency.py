@@ -8,7 +8,7 @@ On the CPU a dispatch with a hook or an event waits for no other rank: counts, r
 complete when the hook or the event is, and a mistake of another rank is raised there. (An accelerator's queue runs on
 the calling thread, which waits for the counts.) A combine starts from the counts of its dispatch; with those complete
 it waits for nobody either. With enable_shrink every call ends when its work has. Any number of results may be
-outstanding.
+outstanding; where kernels carry the calls out, two (a third waits for a hook).
 """
 
 from __future__ import annotations
