@@ -73,7 +73,6 @@ class ElasticBuffer(Experimental, Symmetric):
         group: dist.ProcessGroup | None = None,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
-        *,
         num_max_tokens_per_rank: int = 0,
         hidden: int = 0,
         num_topk: int = 0,
@@ -87,6 +86,7 @@ class ElasticBuffer(Experimental, Symmetric):
         num_cpu_timeout_secs: float | None = None,
         num_gpu_timeout_secs: float = 100,
         explicitly_destroy: bool = True,
+        *,
         backend: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
@@ -189,7 +189,6 @@ class ElasticBuffer(Experimental, Symmetric):
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-        *,
         num_experts: int | None = None,
         num_max_tokens_per_rank: int | None = None,
         expert_alignment: int | None = None,
@@ -250,7 +249,6 @@ class ElasticBuffer(Experimental, Symmetric):
         handle: EPHandle,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-        *,
         num_sms: int = 0,
         num_qps: int = 0,
         previous_event: Event | None = None,
@@ -265,7 +263,8 @@ class ElasticBuffer(Experimental, Symmetric):
         bias, or 0. Arguments not named here are as in `dispatch`.
 
         Args:
-            x: rows as dispatch returns them for `handle` ([n, hidden], or expanded rows), contiguous.
+            x: rows as dispatch returns them for `handle` ([n, hidden], or expanded rows, more of which are left out),
+                contiguous.
             handle: of that dispatch.
             topk_weights: fp32 or fp64 [n, num_topk], or one a row with do_expand: routed back to the lanes.
             bias: none, one or two tensors [num_tokens, hidden] of x's dtype, added first.

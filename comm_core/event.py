@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -166,6 +167,18 @@ def as_handle(event: EventHandle | EventOverlap | None) -> EventHandle | None:
     return event.event if isinstance(event, EventOverlap) else event
 
 
+def check_events(previous_event: Any, previous_event_before_epilogue: Any = None) -> None:
+    """Raises UsageError for what a call can not wait for."""
+    given = {"previous_event": previous_event, "previous_event_before_epilogue": previous_event_before_epilogue}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, EventHandle | EventOverlap):
+            raise UsageError(
+                f"{name} is a {type(value).__name__}",
+                allowed="None, an EventHandle or an EventOverlap",
+                fix="pass buffer.capture() or what a call returned",
+            )
+
+
 # Queues whose thread may be inside torch: it must be out before the interpreter goes, or the process aborts.
 _running: weakref.WeakSet[CommQueue] = weakref.WeakSet()
 _EXIT_SECONDS = 2.0
@@ -193,6 +206,7 @@ class CommQueue:
         self.device = device
         self._uses = None if uses is None or uses.type == "cpu" else uses
         self._closed = self._dropping = False
+        self._pid = os.getpid()
         self._stream: Any = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -235,24 +249,29 @@ class CommQueue:
             on_failure: called with the error, before anyone who waits sees it, where `fn` or an event failed.
         """
         if self._closed:
-            raise ClosedError("the comm queue is closed")
+            raise ClosedError("the comm queue is closed; build a new buffer on every rank of its group")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"process {os.getpid()} was forked from process {self._pid}, whose threads and connections it does not "
+                "have; build a buffer in each process, on a group of its own"
+            )
         events = tuple(event for event in after if event is not None)
         if self._stream is None:
             future: Future[Any] = Future()
             waits = (*events, host_check) if host_check is not None else events
             self._jobs.put(_Job(fn, waits, future, on_failure, torch.is_inference_mode_enabled()))
             return EventHandle.of_future(future)
-        if not events:
-            self._stream.wait_stream(devices.current_stream(self.device))
-        for event in events:
-            event.stream_wait(self._stream)
-        with devices.use_stream(self.device, self._stream), torch.no_grad():
-            try:
+        try:
+            if not events:
+                self._stream.wait_stream(devices.current_stream(self.device))
+            for event in events:
+                event.stream_wait(self._stream)
+            with devices.use_stream(self.device, self._stream), torch.no_grad():
                 fn()
-            except BaseException as error:
-                if on_failure is not None:
-                    on_failure(error)
-                raise
+        except BaseException as error:
+            if on_failure is not None:
+                on_failure(error)
+            raise
         done = EventHandle(self.device, self._stream)
         self._hold(done, tensors)
         return done
@@ -295,6 +314,8 @@ class CommQueue:
         Returns:
             False where the thread is still busy; it ends by itself once its work has failed or finished.
         """
+        if os.getpid() != self._pid:
+            return True  # the thread is the parent's
         self._dropping = self._dropping or drop
         if not self._closed:
             self._closed = True

@@ -193,7 +193,8 @@ class Operations:
 
     def combine(self, args: CombineArgs) -> tuple[torch.Tensor, torch.Tensor | None, EventHandle]:
         """Carries out a combine."""
-        x, weights = args.x.detach(), None if args.topk_weights is None else args.topk_weights.detach()
+        x, weights = args.needed(args.x).detach(), args.needed(args.topk_weights)
+        weights = None if weights is None else weights.detach()
         handle: EPHandle = args.handle
         settings = self._settings_of(x, weights) | {"handle": handle.number, "num_bias": len(args.biases)}
         biases = [item.detach() for item in args.biases]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from comm_core import fp8, sizes
-from comm_core.event import EventHandle, EventOverlap
+from comm_core.event import EventHandle, EventOverlap, check_events
 from comm_core.handle import EPHandle
 from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
@@ -293,8 +293,12 @@ class DispatchArgs:
         }
 
     def _check_options(self, limits: Limits) -> None:
+        check_events(self.previous_event, self.previous_event_before_epilogue)
         whole("num_sms", self.num_sms, least=0)
         whole("num_qps", self.num_qps, least=0)
+        for name, value in (("do_expand", self.do_expand), ("do_zero_padding", self.do_zero_padding)):
+            if not isinstance(value, int) or value not in (0, 1):
+                raise UsageError(f"{name}={value!r}", allowed="True or False", fix="pass one of them")
         if self.cumulative_local_expert_recv_stats is not None:
             self._check_stats(limits)
         if self.use_tma_aligned_col_major_sf and not isinstance(self.x, tuple):
@@ -366,15 +370,22 @@ class CombineArgs:
         """None, one tensor or a tuple of them, as a tuple."""
         return () if self.bias is None else self.bias if isinstance(self.bias, tuple) else (self.bias,)
 
+    def needed(self, given: Any) -> Any:
+        """The rows of a tensor that a combine of expanded rows reads: they are found by the handle, more may follow."""
+        expanded = isinstance(given, torch.Tensor) and given.dim() and self.handle.do_expand
+        return given[: self.handle.num_recv_rows] if expanded else given
+
     def check(self, limits: Limits) -> None:
         """Everything; waits for the counts of the handle."""
+        check_events(self.previous_event, self.previous_event_before_epilogue)
         whole("num_sms", self.num_sms, least=0)
         whole("num_qps", self.num_qps, least=0)
         handle = own_handle(self.handle, limits)
-        x = rows(self.x, handle.num_recv_rows, "as dispatch returned", limits)
+        x = rows(self.needed(self.x), handle.num_recv_rows, "as dispatch returned", limits)
         limits.room(handle.num_tokens, x.shape[1], handle.num_topk, x.element_size())
         if handle.do_expand:
-            weights(self.topk_weights, (handle.num_expanded_tokens,), "one weight a row", limits.device)
+            given = self.needed(self.topk_weights)
+            weights(given, (handle.num_expanded_tokens,), "one weight a row", limits.device)
         else:
             shape = (handle.num_recv_tokens, handle.num_topk)
             weights(self.topk_weights, shape, "one weight a lane of each row", limits.device)

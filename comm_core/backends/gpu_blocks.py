@@ -27,6 +27,8 @@ _ALIGNMENT = 256
 # Blocks of the kernels that share the experts out; all of them must fit on the device at once.
 _BLOCKS = 128
 _MAX_HEIGHT = 8192
+# Results of a kind that may wait for their second half.
+_OUTSTANDING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class GpuBlocks:
         self._channel = channel
         self._shape: Shape | None = None
         self._places: Any = None
-        self._open = 0
+        self._open = [0, 0]
 
     def dispatch(self, job: BlocksJob) -> Callable[[], EventHandle]:
         """Launches the first half; the function returned launches the second and gives its event."""
@@ -97,11 +99,12 @@ class GpuBlocks:
         channel.check_alive()
         assert self._shape is not None, "a combine follows a dispatch"
         if (self._shape.max_tokens, self._shape.num_topk) != (job.max_tokens, job.num_topk):
-            raise UsageError(
+            problem = UsageError(
                 f"a combine of {job.max_tokens} tokens and {job.num_topk} lanes",
                 allowed=f"those of the last dispatch, {self._shape.max_tokens} and {self._shape.num_topk}",
                 fix="combine before a dispatch of another shape",
             )
+            channel.refuse("combine", problem)
         pool = channel.pool
         return self._halves(COMBINE, job, None if pool is None else pool.place_of(job.x))
 
@@ -110,12 +113,13 @@ class GpuBlocks:
         if shape == self._shape:
             return
         channel = self._channel
-        if self._open:
-            raise UsageError(
-                f"a low-latency dispatch of another shape with {self._open} results outstanding",
+        if any(self._open):
+            problem = UsageError(
+                f"a low-latency dispatch of another shape with {sum(self._open)} results outstanding",
                 allowed="none",
                 fix="call their hooks first",
             )
+            channel.refuse("dispatch", problem)
         places, num_bytes = shape.places(channel.num_ranks)
         grows = channel.memory.sizes[abi.BLOCKS] < num_bytes
         if devices.is_capturing(channel.device) or abi.BLOCKS in channel.captured:
@@ -134,7 +138,15 @@ class GpuBlocks:
 
     def _halves(self, kind: int, job: BlocksJob, lent: Any) -> Callable[[], EventHandle]:
         channel, queue = self._channel, self._channel.data_queue
-        number, hashed = channel.number("combine" if kind else "dispatch", job.settings, job.problem)
+        op = "combine" if kind else "dispatch"
+        if self._open[kind] >= _OUTSTANDING:
+            problem = UsageError(
+                f"a low-latency {op} with {self._open[kind]} results outstanding",
+                allowed=f"at most {_OUTSTANDING}, as memory is used in turn",
+                fix="call the hook of the oldest first",
+            )
+            channel.refuse(op, problem)
+        number, hashed = channel.number(op, job.settings, job.problem)
         call = self._call(kind, job, number, hashed, lent)
         tensors = [item for item in job.tensors() if item is not None]
         library = channel.library
@@ -151,11 +163,14 @@ class GpuBlocks:
         if devices.is_capturing(channel.device):
             channel.captured.add(abi.BLOCKS)
         launch("send")
-        self._open += 1
+        self._open[kind] += 1
+        done: list[EventHandle] = []
 
         def second() -> EventHandle:
-            self._open -= 1
-            return launch("recv")
+            if not done:  # a hook may be called again, and finds its result
+                done.append(launch("recv"))
+                self._open[kind] -= 1
+            return done[0]
 
         return second
 

@@ -9,6 +9,7 @@ import torch
 
 from comm_core import layout
 from comm_core.elastic import Event
+from comm_core.event import check_events
 from comm_core.legacy import routing
 from comm_core.legacy.config import Config
 from comm_core.legacy.transport import FLOATS
@@ -22,6 +23,7 @@ _BOTH_OR_NONE = "topk_idx and topk_weights, or neither"
 
 def stream_options(previous_event: Event | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
     """V1 allocates on the comm stream only where both sides of it are events."""
+    check_events(previous_event)
     if allocate_on_comm_stream and not (previous_event is not None and async_finish):
         raise UsageError(
             f"allocate_on_comm_stream=True, previous_event={previous_event}, async_finish={async_finish}",

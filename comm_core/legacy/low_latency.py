@@ -29,6 +29,7 @@ from comm_core.legacy.checks_low_latency import CombineArgs, DispatchArgs
 from comm_core.legacy.costs import WaitCosts
 from comm_core.legacy.members import Members, fill_status
 from comm_core.legacy.transport import Transport, fits, packed, unpacked
+from comm_core.runtime.errors import UsageError
 
 Hook = Callable[[], None]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -158,6 +159,12 @@ class LowLatency:
 
     def get_next_low_latency_combine_buffer(self, handle: BlockHandle) -> torch.Tensor:
         """[L, R * max, hidden] bf16 to be filled and sent by the next combine of `handle` with zero_copy=True."""
+        if not isinstance(handle, BlockHandle):
+            raise UsageError(
+                f"handle is a {type(handle).__name__}",
+                allowed="a handle that low_latency_dispatch returned",
+                fix="pass it on as it is",
+            )
         height, num_local = handle[0].shape[1], handle[0].shape[0]
         handle.staged = handle[0].new_zeros(num_local, height, handle[3], dtype=torch.bfloat16)
         return handle.staged

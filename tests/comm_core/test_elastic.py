@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
 import time
 
@@ -126,3 +128,59 @@ def test_size_hints_hold_what_calls_need(num_ranks: int, multiple: bool) -> None
         assert need <= got < need + MIB2
     largest = sizes.buffer_bytes(100, 7168, 0, num_ranks, use_fp8_dispatch=False, multiple_reduction=multiple)
     assert largest >= got
+
+
+def test_arguments_may_be_given_by_position_in_the_order_of_the_interface() -> None:
+    wanted = {
+        ElasticBuffer: "group num_bytes num_cpu_bytes num_max_tokens_per_rank hidden num_topk use_fp8_dispatch "
+        "deterministic allow_hybrid_mode allow_multiple_reduction prefer_overlap_with_compute sl_idx "
+        "num_allocated_qps num_cpu_timeout_secs num_gpu_timeout_secs explicitly_destroy",
+        ElasticBuffer.dispatch: "self x topk_idx topk_weights cumulative_local_expert_recv_stats num_experts "
+        "num_max_tokens_per_rank expert_alignment num_sms num_qps previous_event previous_event_before_epilogue "
+        "async_with_compute_stream allocate_on_comm_stream handle do_handle_copy do_cpu_sync do_expand "
+        "do_zero_padding use_tma_aligned_col_major_sf",
+        ElasticBuffer.combine: "self x handle topk_weights bias num_sms num_qps previous_event "
+        "previous_event_before_epilogue async_with_compute_stream allocate_on_comm_stream",
+    }
+    for function, names in wanted.items():
+        parameters = inspect.signature(function).parameters.values()
+        assert [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD] == names.split()
+
+
+def _more_rows(rank: int) -> list[bool]:
+    """Expanded rows are found by the handle: rows behind them change nothing."""
+    torch.manual_seed(rank)
+    x, ids = torch.randn(6, 16), torch.rand(6, 4).topk(2).indices
+    with ElasticBuffer(num_cpu_timeout_secs=20) as buffer:
+        rows, _, weights, handle, _ = buffer.dispatch(x, ids, torch.rand(6, 2), num_experts=4, do_expand=True)
+        wanted = buffer.combine(rows, handle, weights)
+        more = torch.cat([rows, torch.full((3, 16), float("nan"))]), torch.cat([weights, weights[:1].expand(3)])
+        got = buffer.combine(more[0], handle, more[1])
+    return [torch.equal(a, b) for a, b in zip(got[:2], wanted[:2], strict=True)]
+
+
+def test_combine_of_expanded_rows_takes_more_than_it_needs() -> None:
+    assert run_ranks(2, _more_rows) == [[True, True]] * 2
+
+
+def _forked(rank: int) -> str:
+    with ElasticBuffer(num_cpu_timeout_secs=20) as buffer:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                buffer.dispatch(torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int64), num_experts=1)
+            except ClosedError as error:
+                os.write(writer, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        said = os.read(reader, 1000).decode()
+        os.waitpid(child, 0)
+        buffer.dispatch(torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int64), num_experts=1)
+    return said
+
+
+def test_a_forked_process_is_told_that_the_buffer_is_not_its_own() -> None:
+    (said,) = run_ranks(1, _forked)
+    assert "was forked from process" in said and "build a buffer in each process" in said

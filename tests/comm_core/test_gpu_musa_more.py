@@ -16,6 +16,7 @@ import torch.distributed as dist
 from comm_core import ElasticBuffer
 from comm_core.legacy import Buffer
 from comm_core.runtime import device as devices
+from comm_core.runtime.errors import CommError, UsageError
 from tests.comm_core import cases, legacy_cases, random_calls, test_kernels_gpu
 from tests.comm_core.cases import Case
 from tests.comm_core.legacy_cases import World
@@ -53,6 +54,43 @@ def _low_latency(rank: int, seed: int) -> list[str]:
 def test_low_latency_calls(ranks: Pool, fresh_random_data: int) -> None:
     """The calls that a device makes in test_kernels_gpu."""
     assert ranks.run(2, _low_latency, fresh_random_data, timeout=200.0) == [[], []]
+
+
+def _hooks(rank: int) -> list[Any]:
+    """Hooks called twice, a third result, and another shape while one is outstanding; then all goes on."""
+    with played():
+        here = devices.of("musa", rank)
+        torch.manual_seed(rank)
+        x, ids = torch.randn(6, 128).bfloat16().to(here), torch.rand(6, 4).topk(2).indices.to(here)
+        stats = torch.zeros(2, dtype=torch.int32).to(here)
+        buffer = Buffer(dist.group.WORLD, backend="gpu", device=here, num_cpu_timeout_secs=20)
+
+        def send(bound: int = 8, *counted: torch.Tensor) -> Any:
+            return buffer.low_latency_dispatch(x, ids, bound, 4, *counted, use_fp8=False, return_recv_hook=True)
+
+        _, counts, _, _, hook = send(8, stats)
+        hook()
+        hook()
+        said: list[Any] = [torch.equal(stats.cpu(), counts.cpu())]
+        hooks = [send()[4], send()[4]]
+        for bound in (8, 16):
+            try:
+                send(bound)
+                said.append("no error")
+            except (UsageError, CommError) as error:
+                said.append(str(error))
+        for hook in hooks:
+            hook()
+        send(16)[4]()
+        buffer.destroy()
+    return said
+
+
+def test_hooks_may_be_called_again_and_results_outstanding_are_bounded(ranks: Pool) -> None:
+    for counted, third, shape in ranks.run(2, _hooks, timeout=60.0):
+        assert counted is True
+        assert "2 results outstanding" in third and "call the hook of the oldest first" in third
+        assert "another shape with 2 results outstanding" in shape
 
 
 def _v1(buffer: Buffer, world: World) -> dict[str, torch.Tensor]:

@@ -100,6 +100,14 @@ LOCAL: dict[str, tuple[int, Call, Call, str]] = {
         _cached,
         "recv_stats with a handle",
     ),
+    "event": (1, lambda b, r, g: _dispatch(b, r, g, previous_event=True), _dispatch, "previous_event is a bool"),
+    "event of combine": (
+        0,
+        lambda b, r, g: _combine(b, r, g, previous_event_before_epilogue="now"),
+        _combine,
+        "previous_event_before_epilogue is a str",
+    ),
+    "expand in words": (2, lambda b, r, g: _dispatch(b, r, g, do_expand="yes"), _dispatch, "do_expand='yes'"),
     "padding": (0, lambda b, r, g: _dispatch(b, r, g, do_zero_padding=True), _dispatch, "do_zero_padding without"),
     "statistics": (
         0,
