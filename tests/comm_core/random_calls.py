@@ -51,6 +51,17 @@ def _twice(arguments: Arguments) -> Arguments:
 
 FRESH, ALL_DATA = ("dispatch", "prepare"), ("dispatch", "cached", "combine")
 EVERY = ("dispatch", "cached", "prepare", "combine")
+
+
+def _more_rows(a: Arguments) -> Arguments:
+    return {"x": torch.cat([a["x"], a["x"][:1]]) if len(a["x"]) else a["x"].new_zeros(2, 8)}
+
+
+def _fewer_rows(a: Arguments) -> Arguments:
+    """Expanded rows may be more than are needed; where none are, nothing takes their place."""
+    return {"x": a["x"][:-1] if len(a["x"]) else None}
+
+
 # (kinds of calls, change of the arguments on the rank at fault): the rank alone is wrong.
 LOCAL: list[tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = [
     (FRESH, lambda a: _ids(a, a["num_experts"])),
@@ -62,7 +73,8 @@ LOCAL: list[tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = [
     (FRESH, lambda a: {"num_experts": 0}),
     (FRESH, lambda a: {"expert_alignment": -4}),
     (FRESH, lambda a: {"num_max_tokens_per_rank": 1, "topk_idx": a["topk_idx"].repeat(2, 1)}),
-    (ALL_DATA, lambda a: {"x": torch.cat([a["x"], a["x"][:1]]) if len(a["x"]) else a["x"].new_zeros(2, 8)}),
+    (("dispatch", "cached"), _more_rows),
+    (("combine",), lambda a: _fewer_rows(a) if a["handle"].do_expand else _more_rows(a)),
     (ALL_DATA, lambda a: {"x": a["x"].long()}),
     (ALL_DATA, lambda a: {"x": None}),
     (ALL_DATA, lambda a: {"x": a["x"].new_zeros(len(a["x"]), 0)}),
