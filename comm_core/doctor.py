@@ -118,7 +118,8 @@ def _foreign() -> dict[str, str]:
         places = []
         for entry in dict.fromkeys(Path(item or ".").resolve() for item in sys.path):
             folder, module = entry / name, entry / f"{name}.py"
-            own = entry == ours or ours / "comm_core" in entry.parents
+            # Beside a comm_core they are another copy of ours: an installed one, seen from a checkout.
+            own = entry == ours or ours / "comm_core" in entry.parents or (entry / "comm_core").is_dir()
             if not own and (module.is_file() or (folder / "__init__.py").is_file()):
                 places.append(str(folder if folder.is_dir() else module))
         places += [f"distribution {item}" for item in installed.get(name, []) if item.lower() != "mt-moe"]

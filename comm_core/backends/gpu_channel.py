@@ -12,7 +12,6 @@ and everything behind it ends at once. The channel is broken then; the device's 
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -326,10 +325,9 @@ class GpuChannel(Channel):
         """
         if self.pool is None:
             self.meet_in_call("barrier", {})
-            self.data_queue.stream.synchronize()
-            most = max(self.meet(align(num_bytes, _GRANULE)))
-            self.memory.make(abi.POOL, most)
-            self.pool = SymmetricPool(self.library, self.device, self.memory.base(abi.POOL), most)
+            self.replace(abi.POOL, num_bytes)
+            base, size = self.memory.base(abi.POOL), self.memory.sizes[abi.POOL]
+            self.pool = SymmetricPool(self.library, self.device, base, size)
 
     def make_room(self, which: int, num_bytes: int, op: str, settings: dict[str, int]) -> None:
         """Makes a segment at least this large, all ranks in the same call. Settings are compared on the host then.
@@ -365,7 +363,6 @@ class GpuChannel(Channel):
         number, peer = int(self.fault.at[abi.FAULT_NUMBER]), int(self.fault.at[abi.FAULT_PEER])
         call = self.call_of(number)
         what = call.where or f"{call.op} (call {number})"
-        time.sleep(0)  # let other threads of this process see the fault too
         self.broken = PeerTimeout(
             f"{what} on rank {self.rank} of group {self.ranks} got no answer from rank {peer} within "
             f"{self.device_timeout:g} s; check that every rank is alive and makes the same calls, or raise "

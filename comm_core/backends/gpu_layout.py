@@ -192,11 +192,11 @@ class CountsEvent(EventHandle):
     def __init__(self, channel: GpuChannel, job: LayoutJob, layout: DeviceLayout, number: int, record: Words) -> None:
         super().__init__(channel.device, channel.data_queue.stream)
         self._channel, self._record, self._words = channel, record, record.at
-        self._settings, self._static = job.settings, devices.is_capturing(channel.device)
+        self._settings, self._captured = job.settings, devices.is_capturing(channel.device)
         self.device_layout, self.number = layout, number
         self._result: GpuLayout | MTMoEError | None = None
         # A replayed graph writes its record again and again: that one is never handed out again.
-        self._dropped = None if self._static else weakref.finalize(self, channel.records.give, record)
+        self._dropped = None if self._captured else weakref.finalize(self, channel.records.give, record)
 
     def result(self) -> GpuLayout:
         """The layout, as soon as its counts are there.
@@ -238,7 +238,7 @@ class CountsEvent(EventHandle):
         }
         if self._dropped is not None and self._dropped.detach():
             channel.records.give(self._record)
-        if not self._static:
+        if not self._captured:
             layout, rows = self.device_layout, sum(line[channel.rank] for line in matrix)
             if layout.spare(rows) > _SPARE_BYTES:
                 channel.data_queue.submit(lambda: layout.fit(rows), after=[self])

@@ -51,8 +51,12 @@ def test_foreign_packages_of_our_names_are_reported(
     (tmp_path / "dualpipe").mkdir()
     (tmp_path / "dualpipe" / "__init__.py").touch()
     (tmp_path / "deep_ep.py").touch()
+    copy = tmp_path / "copy"  # of this package, installed elsewhere
+    for name in ("comm_core", "dualpipe"):
+        (copy / name).mkdir(parents=True)
+        (copy / name / "__init__.py").touch()
     on_path = Path(doctor.__file__).parent / "deep_ep" / "on_path"  # ours, for children of deep_ep's command
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(on_path)])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(copy), str(on_path)])
     monkeypatch.setattr(
         doctor.importlib.metadata, "packages_distributions", lambda: {"megatron_patch": ["Pai", "mt-moe"]}
     )

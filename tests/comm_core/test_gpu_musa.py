@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -40,14 +40,6 @@ CASES = [
 ]
 TIMEOUT = 1.0
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Ranks of this file alone: what the double tells torch about "musa" stays in a process."""
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def _buffer(rank: int, **options: Any) -> ElasticBuffer:

@@ -34,13 +34,6 @@ BASE = Case(2, (5, 6), 16, 3, 2, torch.bfloat16)
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
 def _buffer(rank: int, **options: Any) -> ElasticBuffer:
     settings: dict[str, Any] = {"backend": "gpu", "device": devices.of("musa", rank), "num_cpu_timeout_secs": 20}
     return ElasticBuffer(dist.group.WORLD, **settings | options)

@@ -7,7 +7,7 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +24,6 @@ from tests.twin.library import TwinLibrary
 from tests.twin.torch_musa import OrderError, Played, played, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def _gated(musa: Played, stream: Any, work: Callable[[], object], spans: Any = ()) -> threading.Event:

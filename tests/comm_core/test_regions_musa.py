@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ from tests.comm_core import region_cases
 from tests.dist import RankFailure
 from tests.pool import Pool
 from tests.twin.torch_musa import played
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Ranks of this file alone: what the double tells torch about "musa" stays in a process."""
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def _buffer(rank: int, timeout: float = 30.0, **options: Any) -> ElasticBuffer:
