@@ -20,8 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
 from mt_moe.config import MoEConfig
+from mt_moe.expert_call import ExpertCall, Implementation, Named, Rows, Unit, Weights
 from mt_moe.expert_linear import (
     Collector,
     Defer,
@@ -41,90 +40,12 @@ from mt_moe.expert_linear import (
 )
 from mt_moe.init import seeded_normal
 
-Weights: TypeAlias = Tensor | Sequence[Tensor]
-"""One packed tensor [num_local_experts, out, in], or one tensor [out, in] an expert."""
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the experts' rows lie: expert e owns `counts[e]` rows from `starts[e]`; rows in no group are padding.
-
-    `sections` cuts all rows in order into (expert, length), with expert None for padding.
-    """
-
-    counts: tuple[int, ...]
-    ends: tuple[int, ...]
-    sections: tuple[tuple[int | None, int], ...]
-
-    @classmethod
-    def of(cls, counts: Sequence[int], expert_alignment: int, num_rows: int) -> Rows:
-        """Lays out groups whose starts are multiples of `expert_alignment`, in `num_rows` rows.
-
-        Raises:
-            UsageError: a negative count, or fewer rows than the groups need.
-        """
-        if expert_alignment < 1 or any(count < 0 for count in counts):
-            raise UsageError(
-                f"counts {list(counts)} with expert_alignment {expert_alignment}",
-                allowed="counts >= 0 and expert_alignment >= 1",
-                fix="pass the unaligned counts of the dispatch handle",
-            )
-        aligned = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        ends = tuple(itertools.accumulate(aligned))
-        total = ends[-1] if ends else 0
-        if num_rows < total:
-            raise UsageError(
-                f"{num_rows} rows for counts {list(counts)} at expert_alignment {expert_alignment}",
-                allowed=f"at least {total} rows",
-                fix="pass rows, counts and alignment of one dispatch",
-            )
-        sections: list[tuple[int | None, int]] = []
-        for expert, (count, width) in enumerate(zip(counts, aligned, strict=True)):
-            sections += [(expert, count), (None, width - count)]
-        sections.append((None, num_rows - total))
-        return cls(tuple(counts), ends, tuple(item for item in sections if item[0] is not None or item[1] > 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What happens between the two products: activation, gating, and where weight gradients go."""
-
-    activation: Callable[[Tensor], Tensor]
-    gated: bool
-    defer: Defer | None
-
-    def __call__(self, hidden: Tensor, row_weights: Tensor) -> Tensor:
-        """[num_rows, ffn or 2 * ffn] and [num_rows] to [num_rows, ffn], in the dtype of `hidden`."""
-        hidden = activated(hidden, self.activation, self.gated)
-        return (hidden * row_weights.unsqueeze(-1)).to(hidden.dtype)
-
-
-def activated(hidden: Tensor, activation: Callable[[Tensor], Tensor], gated: bool) -> Tensor:
-    """act(gate) * up of [num_rows, 2 * ffn] = gate || up where `gated`, else act of [num_rows, ffn]."""
-    if not gated:
-        return activation(hidden)
-    gate, up = torch.chunk(hidden, 2, dim=-1)
-    return activation(gate) * up
-
-
-Run: TypeAlias = Callable[[Tensor, Rows, Tensor, Weights, Weights, Unit], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """One way to compute the experts.
-
-    Args:
-        run: (rows, layout, row_weights, fc1, fc2, unit) to the output rows; padding rows come out as zero.
-        unavailable: (device, dtype, widths of the products) to the reason why it can not run there, or None.
-    """
-
-    run: Run
-    unavailable: Callable[[torch.device, torch.dtype, Sequence[int]], str | None]
-
-
-def _run_loop(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, unit: Unit) -> Tensor:
+def _run_loop(call: ExpertCall) -> Tensor:
     """The reference. Splits, computes each expert on its own rows, concatenates; no operation spans two experts."""
+    rows, layout, row_weights, fc1, fc2, unit = (
+        call.rows, call.layout, call.row_weights, call.fc1, call.fc2, call.unit,
+    )  # fmt: skip
     firsts, seconds = _linears(fc1, unit.defer), _linears(fc2, unit.defer)
 
     def one(expert: int, part: Tensor, weights: Tensor) -> Tensor:
@@ -153,16 +74,17 @@ def _linears(weights: Weights, defer: Defer | None) -> list[Callable[[Tensor], T
     ]
 
 
-def _run_grouped(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, unit: Unit) -> Tensor:
+def _run_grouped(call: ExpertCall) -> Tensor:
     """Padding inside a group is computed along: its rows and routing weights are zero, so it adds zero everywhere."""
+    rows, layout, row_weights, unit = call.rows, call.layout, call.row_weights, call.unit
     num_rows, total = rows.shape[0], layout.ends[-1]
     if total == 0:
         # Grouped kernels refuse an empty product; the loop is cheap here and gives the zero gradients.
-        return _run_loop(rows, layout, row_weights, fc1, fc2, unit)
-    ends = torch.tensor(layout.ends, dtype=torch.int32, device=rows.device)
+        return _run_loop(call)
+    ends = call.device_ends()
     empty = [expert for expert, count in enumerate(layout.counts) if count == 0]
-    hidden = unit(grouped_linear(rows[:total], ends, empty, fc1, unit.defer), row_weights[:total])
-    y = grouped_linear(hidden, ends, empty, fc2, unit.defer)
+    hidden = unit(grouped_linear(rows[:total], ends, empty, call.fc1, unit.defer), row_weights[:total])
+    y = grouped_linear(hidden, ends, empty, call.fc2, unit.defer)
     return y if total == num_rows else F.pad(y, (0, 0, 0, num_rows - total))
 
 
@@ -206,8 +128,8 @@ def _grouped_unavailable(device: torch.device, dtype: torch.dtype, widths: Seque
 
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {
-    "loop": Implementation(_run_loop, lambda device, dtype, widths: None),
-    "grouped": Implementation(_run_grouped, _grouped_unavailable),
+    "loop": Named("loop", _run_loop, lambda device, dtype, widths: None),
+    "grouped": Named("grouped", _run_grouped, _grouped_unavailable),
 }
 
 
@@ -258,6 +180,8 @@ def expert_mlp(
     gated: bool = True,
     defer: Defer | None = None,
     implementation: str = "auto",
+    recipe: Implementation | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Every row through its expert.
 
@@ -274,6 +198,9 @@ def expert_mlp(
         defer: takes the weight gradients out of backward: called once for fc2, then once for fc1, each with the weights
             of all experts as given and a closure that computes their gradients (zero for an expert without rows).
         implementation: "auto", "loop" or "grouped".
+        recipe: computes instead of an implementation by name; it gets the whole `ExpertCall`.
+        ends: int32 [num_local_experts], the row after the last of each aligned group, where the device has them; else
+            they are copied from the host where needed.
 
     Returns:
         [num_rows, hidden] in the dtype of rows; padding rows are zero.
@@ -284,12 +211,15 @@ def expert_mlp(
     layout = Rows.of(counts, expert_alignment, rows.shape[0])
     _check_shapes(rows, layout, row_weights, fc1, fc2, gated)
     widths = (rows.shape[1], fc1[0].shape[0], fc2[0].shape[1])
-    name = resolve(implementation, rows.device, rows.dtype, widths)
+    chosen = _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)] if recipe is None else recipe
+    reason = None if recipe is None else recipe.unavailable(rows.device, rows.dtype, widths)
+    if reason is not None:
+        raise UsageError(f"recipe {chosen.name}: {reason}", allowed="a recipe that runs here", fix="choose another")
     if defer is not None:
         rows = anchored(anchored(rows, fc1), fc2)
-    unit = Unit(activation, gated, defer)
-    with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=name):
-        return _IMPLEMENTATIONS[name].run(rows, layout, row_weights, fc1, fc2, unit)
+    call = ExpertCall(rows, layout, row_weights, fc1, fc2, Unit(activation, gated, defer), ends)
+    with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=chosen.name):
+        return chosen.run(call)
 
 
 def _check_shapes(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, gated: bool) -> None:
@@ -330,6 +260,9 @@ class Experts(nn.Module):
         name: prefix of the names that the initial weights depend on.
         dtype: of the weights.
         device: of the weights.
+
+    Attributes:
+        recipe: computes the experts instead of `config.experts` where one is set.
     """
 
     def __init__(
@@ -344,6 +277,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.recipe: Implementation | None = None
         self.first_expert = first_expert
         width = (2 if config.gated else 1) * config.ffn
         shapes = {"fc1": (width, config.hidden), "fc2": (config.hidden, config.ffn)}
@@ -375,4 +309,5 @@ class Experts(nn.Module):
             gated=config.gated,
             defer=defer,
             implementation=config.experts,
+            recipe=self.recipe,
         )

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
 from mt_moe.config import MoEConfig
+from mt_moe.expert_call import activated
 from mt_moe.expert_linear import Defer, anchored, linear
-from mt_moe.experts import activated
 from mt_moe.init import seeded_normal
 
 
