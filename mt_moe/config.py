@@ -14,6 +14,9 @@ from comm_core.runtime.errors import UsageError
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
 SCORES: Final = ("sigmoid", "softmax")
+ROUTER_DTYPES: Final[dict[str, torch.dtype]] = {"fp32": torch.float32, "fp64": torch.float64}
+LOAD_BALANCING: Final = ("seq_aux_loss", "aux_loss", "global_aux_loss")
+DROP_POLICIES: Final = ("probs", "position")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +29,24 @@ class MoEConfig:
         num_experts: routed experts over all ranks; a multiple of the number of ranks.
         num_topk: experts a token.
         shared_ffn: inner width of the shared expert; 0 for none.
+        shared_gate: scale the shared expert's output by sigmoid(x @ gate.T), one number a token.
+        latent: width at which tokens travel and meet the routed experts; 0 for `hidden`, without projections.
         score: "sigmoid" (DeepSeek-V3) or "softmax" (DeepSeek-V2).
+        router_dtype: "fp32" or "fp64", the least that the logits are computed in.
         num_groups: groups of consecutive experts for group-limited routing.
         num_topk_groups: groups a token may choose from; `num_groups` for no limit.
-        normalize_weights: divide the weights of a token by their sum.
+        normalize_weights: the weights of a token have the sum 1: sigmoid scores are divided by theirs (a single one is
+            left as it is), the softmax is taken over the chosen experts alone instead of over all.
         routed_scaling_factor: the weights are multiplied by it last.
         bias_update_rate: step of the expert bias; 0 keeps the bias as it is.
-        aux_loss_coefficient: factor of the sequence-wise balance loss; 0 for none.
+        load_balancing: the tokens over which the balance loss is taken: "seq_aux_loss" (each sequence), "aux_loss" (the
+            tokens of one call on one rank), "global_aux_loss" (those of all ranks and calls since the last step).
+        aux_loss_coefficient: factor of the balance loss; 0 for none.
+        z_loss_coefficient: factor of the z loss, which keeps logits small; 0 for none.
+        capacity_factor: an expert takes at most this many times a rank's mean number of tokens an expert from the
+            rank, and drops others; None drops nothing.
+        drop_policy: which tokens stay: "probs" (largest weights) or "position" (first tokens).
+        force_load_balancing: noise in place of the logits, for measurements with balanced experts.
         activation: "silu", "gelu" or "relu".
         gated: whether the activation gates a second projection (SwiGLU with "silu").
         expert_alignment: rows of an expert start at a multiple of it.
@@ -49,13 +63,21 @@ class MoEConfig:
     num_experts: int
     num_topk: int
     shared_ffn: int = 0
+    shared_gate: bool = False
+    latent: int = 0
     score: str = "sigmoid"
+    router_dtype: str = "fp32"
     num_groups: int = 1
     num_topk_groups: int = 1
     normalize_weights: bool = True
     routed_scaling_factor: float = 1.0
     bias_update_rate: float = 0.0
+    load_balancing: str = "seq_aux_loss"
     aux_loss_coefficient: float = 0.0
+    z_loss_coefficient: float = 0.0
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+    force_load_balancing: bool = False
     activation: str = "silu"
     gated: bool = True
     expert_alignment: int = 1
@@ -66,10 +88,18 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "num_topk", "num_groups", "num_topk_groups", "expert_alignment"):
             self._require(getattr(self, name) >= 1, name, "1 or more")
-        for name in ("shared_ffn", "bias_update_rate", "aux_loss_coefficient", "init_std"):
+        for name in (
+            "shared_ffn", "latent", "bias_update_rate", "aux_loss_coefficient", "z_loss_coefficient", "init_std"
+        ):  # fmt: skip
             self._require(getattr(self, name) >= 0, name, "0 or more")
         self._require(self.routed_scaling_factor > 0, "routed_scaling_factor", "more than 0")
-        self._require(self.score in SCORES, "score", " or ".join(SCORES))
+        for name, known in (
+            ("score", SCORES),
+            ("router_dtype", ROUTER_DTYPES),
+            ("load_balancing", LOAD_BALANCING),
+            ("drop_policy", DROP_POLICIES),
+        ):
+            self._require(getattr(self, name) in known, name, " or ".join(known))
         self._require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         self._require(self.num_topk <= self.num_experts, "num_topk", f"at most num_experts = {self.num_experts}")
         self._require(
@@ -80,10 +110,26 @@ class MoEConfig:
         )
         reachable = self.num_topk_groups * (self.num_experts // self.num_groups)
         self._require(self.num_topk <= reachable, "num_topk", f"at most {reachable}, the experts of num_topk_groups")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Values that are each allowed and make no sense together."""
+        if self.capacity_factor is not None:
+            self._require(self.capacity_factor > 0, "capacity_factor", "more than 0, or None")
+        self._require(self.latent < self.hidden, "latent", f"less than hidden = {self.hidden}, or 0 for no projections")
+        self._require(not self.shared_gate or self.shared_ffn > 0, "shared_gate", "False where shared_ffn is 0")
+        # A softmax over one chosen expert is 1 whatever the logits are: the router would learn nothing.
+        constant = self.score == "softmax" and self.normalize_weights and self.num_topk == 1
+        self._require(not constant, "normalize_weights", "False for softmax scores with num_topk = 1")
 
     def _require(self, good: bool, name: str, allowed: str) -> None:
         if not good:
             raise UsageError(f"{name} = {getattr(self, name)!r}", allowed=allowed, fix=f"change {name} in MoEConfig")
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the router adds losses of its own in training."""
+        return self.aux_loss_coefficient > 0 or self.z_loss_coefficient > 0
 
     def activation_function(self) -> Callable[[Tensor], Tensor]:
         """The elementwise function that `activation` names."""

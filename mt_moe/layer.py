@@ -8,6 +8,7 @@ code on one process and on many; only the group differs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -24,14 +25,16 @@ from mt_moe.dispatcher import Dispatcher
 from mt_moe.expert_linear import Defer
 from mt_moe.experts import Experts
 from mt_moe.functional import fan_out
-from mt_moe.router import Router, balance_loss
+from mt_moe.latent import LatentProjection
+from mt_moe.router import Router
 from mt_moe.shared_experts import SharedExperts
 
 
 class MoELayer(nn.Module):
     """A mixture-of-experts layer whose experts are spread over the ranks of one group. Building it is collective.
 
-    Parameters: `router.weight`, `experts.fc1`, `experts.fc2`, and with a shared expert `shared.fc1`, `shared.fc2`.
+    Parameters: `router.weight`, `experts.fc1`, `experts.fc2`, with a shared expert `shared.fc1`, `shared.fc2`
+    (and `shared.gate`), with a latent width `latent.down`, `latent.up`.
     Initial weights depend on `config.seed`, their name, `layer_number` and the global expert number alone, so the same
     layer starts alike under any number of ranks.
 
@@ -81,9 +84,9 @@ class MoELayer(nn.Module):
         where = self.buffer.device if device is None else torch.device(device)
         num_local = config.num_experts // self.buffer.num_ranks
         prefix = f"layers.{layer_number}"
-        self.router = Router(config, name=f"{prefix}.router", dtype=dtype, device=where)
+        self.router = Router(config, name=f"{prefix}.router", dtype=dtype, device=where, rank=self.buffer.rank)
         self.experts = Experts(
-            config,
+            replace(config, hidden=config.latent, latent=0) if config.latent else config,
             first_expert=self.buffer.rank * num_local,
             num_local_experts=num_local,
             name=f"{prefix}.experts",
@@ -93,6 +96,9 @@ class MoELayer(nn.Module):
         self.shared = None
         if config.shared_ffn:
             self.shared = SharedExperts(config, name=f"{prefix}.shared", dtype=dtype, device=where)
+        self.latent = None
+        if config.latent:
+            self.latent = LatentProjection(config, name=f"{prefix}.latent", dtype=dtype, device=where)
 
     def forward(
         self,
@@ -107,9 +113,9 @@ class MoELayer(nn.Module):
         Args:
             x: [..., hidden]; any leading shape, also without tokens.
             token_mask: bool, the leading shape of x; a token with False meets no routed expert.
-            aux_losses: takes the balance loss (a scalar), to be added to the loss; needed in training where
-                `aux_loss_coefficient` is set. The next to last dimension of x is the sequence.
-            defer: takes the weight gradients of routed and shared experts out of backward; see `expert_mlp`.
+            aux_losses: takes the router's losses (scalars), to be added to the loss; needed in training where
+                `aux_loss_coefficient` or `z_loss_coefficient` is set. The next to last dimension of x is the sequence.
+            defer: takes the weight gradients of experts and latent projection out of backward; see `expert_mlp`.
 
         Returns:
             [..., hidden] in the dtype of x.
@@ -123,23 +129,26 @@ class MoELayer(nn.Module):
         # The order of the aliases is the order in which their gradients are added.
         to_dispatch, to_router, to_shared = fan_out(tokens, 3)
         routing = self.router(to_router, mask)
-        if aux_losses is not None and self.config.aux_loss_coefficient > 0:
-            num_sequences = max(1, tokens.shape[0] // x.shape[-2]) if x.dim() > 1 and x.shape[-2] else 1
-            loss = balance_loss(routing.scores, self.config, num_sequences=num_sequences, token_mask=mask)
-            aux_losses.append(loss)
         handle = self.dispatcher.prepare(routing.topk_idx)
-        ticket = self.dispatcher.launch_dispatch(to_dispatch, routing.topk_weights, handle)
+        if aux_losses is not None and self.config.has_losses:
+            num_sequences = max(1, tokens.shape[0] // x.shape[-2]) if x.dim() > 1 and x.shape[-2] else 1
+            group = self.buffer.group
+            aux_losses += self.router.losses(routing, num_sequences=num_sequences, token_mask=mask, group=group)
+        sent = to_dispatch if self.latent is None else self.latent.narrow(to_dispatch, defer=defer)
+        ticket = self.dispatcher.launch_dispatch(sent, routing.topk_weights, handle)
         shared = None if self.shared is None else self.shared(to_shared, defer=defer)
         arrived = self.dispatcher.wait_dispatch(ticket)
         rows = self.experts(arrived.rows, arrived.counts, arrived.row_weights, defer=defer)
         y = self.dispatcher.wait_combine(self.dispatcher.launch_combine(rows, arrived.handle))
+        if self.latent is not None:
+            y = self.latent.widen(y, defer=defer)
         return (y if shared is None else y + shared).view(x.shape)
 
     @torch.no_grad()
     def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
         """Moves the router's bias by the tokens routed in training since the last call, and starts counting anew.
 
-        Collective. Call it once an optimizer step.
+        Collective. Call it once an optimizer step; "global_aux_loss" counts from one call to the next as well.
 
         Args:
             group: all ranks whose tokens this router sees; the ranks of the buffer by default.
@@ -147,7 +156,7 @@ class MoELayer(nn.Module):
         counts = self.router.tokens_per_expert.clone()
         dist.all_reduce(counts, group=self.buffer.group if group is None else group)
         self.router.update_expert_bias(counts)
-        self.router.tokens_per_expert.zero_()
+        self.router.restart_counts()
 
     def close(self) -> None:
         """Closes the buffer (and the group of one) that the layer made itself. Collective, idempotent."""
@@ -180,11 +189,13 @@ class MoELayer(nn.Module):
                 allowed=f"bool {list(x.shape[:-1])}",
                 fix="pass one flag a token",
             )
-        if self.training and self.config.aux_loss_coefficient > 0 and aux_losses is None:
+        if self.training and self.config.has_losses and aux_losses is None:
+            config = self.config
             raise UsageError(
-                f"aux_loss_coefficient = {self.config.aux_loss_coefficient} and no aux_losses",
-                allowed="a list that takes the loss",
-                fix="call layer(x, aux_losses=losses) and add sum(losses) to the loss, or set the coefficient to 0",
+                f"aux_loss_coefficient = {config.aux_loss_coefficient}, z_loss_coefficient = "
+                f"{config.z_loss_coefficient} and no aux_losses",
+                allowed="a list that takes the losses",
+                fix="call layer(x, aux_losses=losses) and add sum(losses) to the loss, or set the coefficients to 0",
             )
 
 

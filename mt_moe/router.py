@@ -1,10 +1,9 @@
-"""The router: which experts a token goes to, and with what weight (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+"""The router: which experts a token goes to, and with what weight; what it costs to be out of balance.
 
-    scores  = sigmoid(x @ W.T)  or  softmax(x @ W.T)           at least fp32, whatever the dtype of x
-    choice  = scores + expert_bias                             chooses, and does nothing else
-    groups  : the num_topk_groups best by the sum of their two best choices; other experts are out
-    experts : the num_topk best choices left
-    weights = scores of those / their sum * routed_scaling_factor
+    logits = x @ W.T                    in fp32 or fp64, whatever the dtype of x
+    experts, weights                    `routing` has the rules
+    capacity                            `drop` says which tokens an expert takes
+    losses                              `routing_losses`
 
 The bias balances the load without a loss: after each step it moves by a fixed amount towards the experts with less than
 the mean load. It never enters the weights, so it disturbs no gradient.
@@ -15,78 +14,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange, reduce
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
-from mt_moe.config import MoEConfig
+from mt_moe.config import ROUTER_DTYPES, MoEConfig
+from mt_moe.drop import kept_lanes
 from mt_moe.init import seeded_normal
+from mt_moe.routing import forced_logits, gate_logits, route
+from mt_moe.routing_losses import balance_loss, balance_terms, sequence_balance_loss, z_loss
 
 
 class Routing(NamedTuple):
     """The decision for every token.
 
     Attributes:
-        topk_idx: int64 [num_tokens, num_topk], global experts by falling choice, -1 in masked tokens.
-        topk_weights: [num_tokens, num_topk], fp32 (fp64 for fp64 tokens), 0 in masked tokens.
-        scores: [num_tokens, num_experts], before bias and limits, in the dtype of the weights.
+        topk_idx: int64 [num_tokens, num_topk], global experts by falling choice, -1 in masked tokens and where an
+            expert dropped the token.
+        topk_weights: [num_tokens, num_topk], fp32 (fp64 for fp64 tokens), 0 where `topk_idx` is -1.
+        logits: [num_tokens, num_experts], fp32 or fp64, what the losses are computed from.
     """
 
     topk_idx: Tensor
     topk_weights: Tensor
-    scores: Tensor
-
-
-def choose(scores: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Tensor:
-    """The experts of every token, int64 [num_tokens, num_topk], from scores [num_tokens, num_experts]."""
-    choice = scores.detach()
-    if expert_bias is not None:
-        choice = choice + expert_bias
-    if config.num_topk_groups < config.num_groups:
-        grouped = rearrange(choice, "token (group expert) -> token group expert", group=config.num_groups)
-        best = reduce(grouped.topk(min(2, grouped.shape[2]), dim=2).values, "token group expert -> token group", "sum")
-        allowed = torch.zeros_like(best, dtype=torch.bool)
-        allowed.scatter_(1, best.topk(config.num_topk_groups, dim=1).indices, True)
-        limited = grouped.masked_fill(~allowed.unsqueeze(2), float("-inf"))
-        choice = rearrange(limited, "token group expert -> token (group expert)")
-    return choice.topk(config.num_topk, dim=1).indices
-
-
-def balance_loss(scores: Tensor, config: MoEConfig, *, num_sequences: int, token_mask: Tensor | None = None) -> Tensor:
-    """The sequence-wise balance loss of DeepSeek-V3 (equations 17 to 20), averaged over the sequences.
-
-    For each sequence of T tokens, with s the scores normalised over the experts:
-    loss = sum over experts i of f_i * P_i, f_i = num_experts / (num_topk * T) * (tokens that have i among their
-    num_topk best scores), P_i = mean of s_i. Gradients flow through P alone.
-
-    Args:
-        scores: [num_sequences * T, num_experts] of a `Routing`.
-        config: gives num_experts, num_topk and the coefficient.
-        num_sequences: the tokens are that many sequences of equal length, one after the other.
-        token_mask: bool [num_sequences * T]; False leaves the token out.
-
-    Returns:
-        A scalar, already multiplied by `aux_loss_coefficient`; 0 without tokens.
-    """
-    if num_sequences < 1 or scores.shape[0] % num_sequences:
-        raise UsageError(
-            f"num_sequences = {num_sequences} for {scores.shape[0]} tokens",
-            allowed="a divisor of the number of tokens",
-            fix="pass the number of sequences in the batch",
-        )
-    shares = scores / scores.sum(dim=1, keepdim=True)
-    chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(config.num_topk, dim=1).indices, 1.0)
-    if token_mask is not None:
-        shares = shares.masked_fill(~token_mask.unsqueeze(1), 0)
-        chosen = chosen.masked_fill(~token_mask.unsqueeze(1), 0)
-    pattern = "(sequence token) expert -> sequence expert"
-    selected = reduce(chosen, pattern, "sum", sequence=num_sequences)
-    # Each token selects num_topk experts, which counts the tokens that are not masked.
-    length = (selected.sum(dim=1, keepdim=True) / config.num_topk).clamp_min(1)
-    load = selected * config.num_experts / (config.num_topk * length)
-    share = reduce(shares, pattern, "sum", sequence=num_sequences) / length
-    return config.aux_loss_coefficient * (load * share).sum(dim=1).mean()
+    logits: Tensor
 
 
 class Router(nn.Module):
@@ -95,17 +46,21 @@ class Router(nn.Module):
     Attributes:
         weight: [num_experts, hidden].
         expert_bias: fp32 [num_experts], saved with the model; moved by `update_expert_bias` alone.
-        tokens_per_expert: int64 [num_experts], tokens routed in training mode since the last update; not saved.
+        tokens_per_expert: int64 [num_experts], tokens sent in training mode since the last update; not saved.
+        balance_counts: fp32 [num_experts + 1], what "global_aux_loss" has counted since the last update: the tokens of
+            all ranks that have each expert among their best scores, then the number of calls; not saved.
 
     Args:
         config: sizes and rules.
-        name: prefix of the name that the initial weight depends on.
+        name: prefix of the name that the initial weight (and forced logits) depend on.
         dtype: of the weight.
         device: of the weight.
+        rank: makes forced logits differ between ranks.
     """
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
+    balance_counts: Tensor
 
     def __init__(
         self,
@@ -114,6 +69,7 @@ class Router(nn.Module):
         name: str = "router",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rank: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -123,6 +79,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, device=device))
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
+        self.register_buffer("balance_counts", torch.zeros(config.num_experts + 1, device=device), persistent=False)
+        self._noise_seed = f"{config.seed}/{name}/{rank}"
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
         """Routes x [num_tokens, hidden].
@@ -133,21 +91,64 @@ class Router(nn.Module):
         """
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
-        scores = torch.sigmoid(logits) if config.score == "sigmoid" else torch.softmax(logits, dim=1)
-        topk_idx = choose(scores, self.expert_bias, config)
-        topk_weights = scores.gather(1, topk_idx)
-        if config.normalize_weights:
-            # The smallest normal number keeps a row of vanished scores finite without moving any other.
-            topk_weights = topk_weights / topk_weights.sum(dim=1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
-        topk_weights = topk_weights * config.routed_scaling_factor
-        if token_mask is not None:
-            topk_idx = topk_idx.masked_fill(~token_mask.unsqueeze(1), -1)
-            topk_weights = topk_weights.masked_fill(~token_mask.unsqueeze(1), 0)
-        if self.training:
-            with torch.no_grad():
-                self.tokens_per_expert += torch.bincount(topk_idx[topk_idx >= 0], minlength=config.num_experts)
-        return Routing(topk_idx, topk_weights, scores)
+        logits = gate_logits(x, self.weight, torch.promote_types(wide, ROUTER_DTYPES[config.router_dtype]))
+        if config.force_load_balancing:
+            logits = forced_logits(logits, self._noise_seed)
+        topk_idx, topk_weights = route(logits, self.expert_bias, config, dtype=wide)
+        if token_mask is not None or config.capacity_factor is not None:
+            dropped = ~kept_lanes(topk_idx, topk_weights, config, token_mask)
+            topk_idx, topk_weights = topk_idx.masked_fill(dropped, -1), topk_weights.masked_fill(dropped, 0)
+        # Without gradients a pass is an evaluation, or one that recomputation will repeat.
+        if self.training and torch.is_grad_enabled():
+            self.tokens_per_expert += _count(topk_idx, config.num_experts)
+        return Routing(topk_idx, topk_weights, logits)
+
+    def losses(
+        self,
+        routing: Routing,
+        *,
+        num_sequences: int = 1,
+        token_mask: Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> list[Tensor]:
+        """The losses that the config asks for, scalars to be added to the model's: balance, then z.
+
+        Args:
+            routing: what `forward` returned.
+            num_sequences: the tokens are that many sequences of equal length, one after the other.
+            token_mask: bool [num_tokens]; False leaves the token out.
+            group: all ranks whose tokens this router sees, for "global_aux_loss", which is collective; the default
+                group if None, and no others where there is none.
+
+        Raises:
+            UsageError: sequences that do not divide the tokens.
+        """
+        config, logits, wide = self.config, routing.logits, routing.topk_weights.dtype
+        found: list[Tensor] = []
+        if config.aux_loss_coefficient > 0:
+            if config.load_balancing == "global_aux_loss":
+                loss = self._global_balance_loss(logits, token_mask, group, wide)
+            else:
+                sequences = num_sequences if config.load_balancing == "seq_aux_loss" else 1
+                loss = sequence_balance_loss(logits, config, num_sequences=sequences, token_mask=token_mask, dtype=wide)
+            found.append(loss)
+        if config.z_loss_coefficient > 0:
+            found.append(z_loss(logits, config, token_mask))
+        return found
+
+    def _global_balance_loss(
+        self, logits: Tensor, token_mask: Tensor | None, group: dist.ProcessGroup | None, dtype: torch.dtype
+    ) -> Tensor:
+        """This rank's part: its own scores against the counts of all ranks, averaged over the calls of a step."""
+        scores, chosen = balance_terms(logits, self.config, token_mask, dtype)
+        counts = chosen.sum(dim=0)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(counts, group=group)
+        num_tokens = counts.sum() / self.config.num_topk
+        seen = self.balance_counts + torch.cat([counts, counts.new_ones(1)])
+        if self.training and torch.is_grad_enabled():
+            self.balance_counts.copy_(seen)
+        return balance_loss(scores.sum(dim=0), seen[:-1] / seen[-1], num_tokens, self.config)
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
@@ -167,3 +168,17 @@ class Router(nn.Module):
             )
         load = tokens_per_expert.to(torch.float64)
         self.expert_bias += self.config.bias_update_rate * torch.sign(load.mean() - load).to(self.expert_bias.dtype)
+
+    @torch.no_grad()
+    def restart_counts(self) -> None:
+        """Starts a new step: `tokens_per_expert` and `balance_counts` count anew."""
+        self.tokens_per_expert.zero_()
+        self.balance_counts.zero_()
+
+
+@torch.no_grad()
+def _count(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Tokens of each expert, int64 [num_experts], without a wait for the device."""
+    lanes = topk_idx.flatten()
+    bins = torch.where(lanes < 0, num_experts, lanes)
+    return lanes.new_zeros(num_experts + 1).scatter_add_(0, bins, torch.ones_like(bins))[:num_experts]

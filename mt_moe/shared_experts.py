@@ -16,7 +16,8 @@ from mt_moe.init import seeded_normal
 class SharedExperts(nn.Module):
     """One MLP of inner width `shared_ffn` over all tokens of this rank (several shared experts are one wider MLP).
 
-    `fc1` [2 * shared_ffn or shared_ffn, hidden], `fc2` [hidden, shared_ffn].
+    `fc1` [2 * shared_ffn or shared_ffn, hidden], `fc2` [hidden, shared_ffn]; with `shared_gate` also `gate`
+    [1, hidden], and the output of a token is multiplied by sigmoid(x @ gate.T).
 
     Args:
         config: sizes, activation and seed.
@@ -48,11 +49,17 @@ class SharedExperts(nn.Module):
         }
         self.fc1 = nn.Parameter(drawn["fc1"])
         self.fc2 = nn.Parameter(drawn["fc2"])
+        self.gate: nn.Parameter | None = None
+        if config.shared_gate:
+            gate = seeded_normal((1, config.hidden), config.init_std, seed=config.seed, name=f"{name}.gate")
+            self.gate = nn.Parameter(gate.to(device, dtype))
 
     def forward(self, x: Tensor, *, defer: Defer | None = None) -> Tensor:
         """[num_tokens, hidden] to [num_tokens, hidden]; `defer` takes the weight gradients as in `expert_mlp`."""
         with trace.span("shared_experts", "moe", num_rows=x.shape[0]):
             if defer is not None:
-                x = anchored(anchored(x, [self.fc1]), [self.fc2])
+                for weight in self.parameters():
+                    x = anchored(x, [weight])
             hidden = activated(linear(x, self.fc1, defer), self.config.activation_function(), self.config.gated)
-            return linear(hidden, self.fc2, defer)
+            y = linear(hidden, self.fc2, defer)
+            return y if self.gate is None else y * torch.sigmoid(linear(x, self.gate, defer))

@@ -14,15 +14,17 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
 def route_token(logits: Tensor, bias: list[float], config: MoEConfig) -> tuple[list[int], list[Tensor]]:
     """Experts of one token in falling order of choice, and their weights."""
     scores = torch.sigmoid(logits) if config.score == "sigmoid" else torch.exp(logits) / torch.exp(logits).sum()
-    choice = [float(score.detach()) + b for score, b in zip(scores, bias, strict=True)]
+    late = config.score == "softmax" and config.normalize_weights  # the softmax comes after the choice
+    choice = [float(score.detach()) + b for score, b in zip(logits if late else scores, bias, strict=True)]
     size = config.num_experts // config.num_groups
     groups = [list(range(g * size, (g + 1) * size)) for g in range(config.num_groups)]
-    value = [sum(sorted((choice[e] for e in group), reverse=True)[:2]) for group in groups]
+    best_of_group = max(1, config.num_topk // config.num_topk_groups)
+    value = [sum(sorted((choice[e] for e in group), reverse=True)[:best_of_group]) for group in groups]
     best = sorted(range(config.num_groups), key=lambda g: value[g], reverse=True)[: config.num_topk_groups]
     candidates = [e for g in best for e in groups[g]]
     experts = sorted(candidates, key=lambda e: choice[e], reverse=True)[: config.num_topk]
     weights = [scores[e] for e in experts]
-    if config.normalize_weights:
+    if config.normalize_weights and len(weights) > 1:
         total = torch.stack(weights).sum()
         weights = [weight / total for weight in weights]
     return experts, [weight * config.routed_scaling_factor for weight in weights]
@@ -38,12 +40,16 @@ def mlp(x: Tensor, fc1: Tensor, fc2: Tensor, config: MoEConfig) -> Tensor:
 
 def moe_token(x: Tensor, weights: dict[str, Tensor], bias: list[float], config: MoEConfig, routed: bool) -> Tensor:
     """One token through its experts (none where not `routed`) and the shared expert."""
-    y = torch.zeros_like(x)
+    narrow = weights["latent.down"] @ x if config.latent else x
+    y = torch.zeros_like(narrow)
     if routed:
         for expert, weight in zip(*route_token(weights["router.weight"] @ x, bias, config), strict=True):
-            y = y + weight * mlp(x, weights["experts.fc1"][expert], weights["experts.fc2"][expert], config)
+            y = y + weight * mlp(narrow, weights["experts.fc1"][expert], weights["experts.fc2"][expert], config)
+    if config.latent:
+        y = weights["latent.up"] @ y
     if config.shared_ffn:
-        y = y + mlp(x, weights["shared.fc1"], weights["shared.fc2"], config)
+        shared = mlp(x, weights["shared.fc1"], weights["shared.fc2"], config)
+        y = y + (shared * torch.sigmoid(weights["shared.gate"][0] @ x) if config.shared_gate else shared)
     return y
 
 

@@ -9,7 +9,8 @@ import torch
 
 from comm_core.runtime.errors import UsageError
 from mt_moe.config import MoEConfig
-from mt_moe.router import Router, balance_loss, choose
+from mt_moe.router import Router
+from mt_moe.routing import choose
 from tests.mt_moe.reference import balance_loss_of, route_token
 
 BASE = MoEConfig(hidden=12, ffn=8, num_experts=16, num_topk=4, init_std=0.5, routed_scaling_factor=2.5)
@@ -48,13 +49,13 @@ def test_equals_one_token_at_a_time(limits: tuple[int, int], normalize: bool, sc
 def test_types_and_shapes() -> None:
     router = router_with_bias(BASE, torch.bfloat16)
     for num_tokens in (5, 0):
-        topk_idx, topk_weights, scores = router(torch.randn(num_tokens, BASE.hidden, dtype=torch.bfloat16))
+        topk_idx, topk_weights, logits = router(torch.randn(num_tokens, BASE.hidden, dtype=torch.bfloat16))
         assert topk_idx.dtype == torch.int64 and topk_idx.shape == (num_tokens, BASE.num_topk)
         assert topk_weights.dtype == torch.float32 and topk_weights.shape == (num_tokens, BASE.num_topk)
-        assert scores.dtype == torch.float32
+        assert logits.dtype == torch.float32 and logits.shape == (num_tokens, BASE.num_experts)
     x = torch.randn(64, BASE.hidden, dtype=torch.bfloat16)
-    wide = torch.sigmoid(x.float() @ router.weight.detach().float().t())
-    torch.testing.assert_close(router(x).scores.detach(), wide, rtol=1e-6, atol=1e-6)
+    wide = x.float() @ router.weight.detach().float().t()
+    torch.testing.assert_close(router(x).logits.detach(), wide, rtol=1e-6, atol=1e-6)
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:
@@ -62,9 +63,9 @@ def test_the_bias_chooses_and_never_weighs() -> None:
     x = torch.randn(30, BASE.hidden, dtype=torch.float64)
     router.expert_bias.zero_()
     router.expert_bias[5] = 10.0
-    topk_idx, topk_weights, scores = router(x)
+    topk_idx, topk_weights, logits = router(x)
     assert torch.all(topk_idx[:, 0] == 5)
-    assert torch.equal(topk_weights, scores.gather(1, topk_idx))
+    assert torch.equal(topk_weights, torch.sigmoid(logits).gather(1, topk_idx))
     router.expert_bias[5] = -10.0
     assert not torch.any(router(x).topk_idx == 5)
 
@@ -152,17 +153,17 @@ def test_balance_loss_is_the_papers(score: str) -> None:
     router = router_with_bias(config)
     x = torch.randn(15, config.hidden, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(15, dtype=torch.bool)
-    mask[[3, 11]] = False
-    loss = balance_loss(router(x).scores, config, num_sequences=3, token_mask=mask)
+    mask[[3, 7, 11]] = False  # one of each sequence: with unequal lengths Megatron, and we, divide by their mean
+    (loss,) = router.losses(router(x), num_sequences=3, token_mask=mask)
     got = torch.autograd.grad(loss, (x, router.weight))
     sequences = [[x[t] for t in range(s * 5, s * 5 + 5) if mask[t]] for s in range(3)]
     want = torch.stack([balance_loss_of(tokens, router.weight, config) for tokens in sequences]).mean()
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     for one, other in zip(got, torch.autograd.grad(want, (x, router.weight)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
-    assert balance_loss(router(x[:0]).scores, config, num_sequences=1).item() == 0
+    assert router.losses(router(x[:0]))[0].item() == 0
     with pytest.raises(UsageError, match="a divisor of the number of tokens"):
-        balance_loss(router(x).scores, config, num_sequences=4)
+        router.losses(router(x), num_sequences=4)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,13 @@ def test_balance_loss_is_the_papers(score: str) -> None:
         ({"activation": "swish"}, "silu, gelu, relu"),
         ({"hidden": 0}, "hidden = 0; allowed: 1 or more; change hidden in MoEConfig"),
         ({"bias_update_rate": -1.0}, "0 or more"),
+        ({"router_dtype": "bf16"}, "router_dtype = 'bf16'; allowed: fp32 or fp64"),
+        ({"load_balancing": "sinkhorn"}, "seq_aux_loss or aux_loss or global_aux_loss"),
+        ({"drop_policy": "last"}, "probs or position"),
+        ({"capacity_factor": 0.0}, "more than 0, or None"),
+        ({"latent": 12}, "latent = 12; allowed: less than hidden = 12, or 0 for no projections"),
+        ({"shared_gate": True}, "False where shared_ffn is 0"),
+        ({"score": "softmax", "num_topk": 1}, "normalize_weights = True; allowed: False for softmax scores with"),
     ],
 )
 def test_bad_settings(change: dict[str, object], message: str) -> None:
