@@ -89,27 +89,43 @@ class ExpertCall:
 
     Attributes:
         rows: [num_rows, hidden], expert-major, padding rows zero.
-        layout: where the rows of each expert lie, on the host.
+        layout: where the rows of each expert lie, on the host; None where the device alone knows, and then rows behind
+            the last group may follow.
         row_weights: [num_rows], fp32 or fp64.
         fc1: one [2 * ffn or ffn, hidden] an expert, or all packed.
         fc2: one [hidden, ffn] an expert, or all packed.
         unit: activation, gating, and `defer`, which takes weight gradients out of backward.
         ends: int32 [num_local_experts] on the device of rows, the row after the last of each aligned group.
+        recompute: what backward computes again, see `DataPath`.
+        rows_again: gives `rows` in backward where they are not to be saved; called at most once.
+        spare_sms: multiprocessors that products leave to others.
     """
 
     rows: Tensor
-    layout: Rows
+    layout: Rows | None
     row_weights: Tensor
     fc1: Weights
     fc2: Weights
     unit: Unit
     ends: Tensor | None = None
+    recompute: str = "activation"
+    rows_again: Callable[[], Tensor] | None = None
+    spare_sms: int = 0
 
     def device_ends(self) -> Tensor:
         """`ends` as given, or copied from the host."""
         if self.ends is not None:
             return self.ends
+        assert self.layout is not None, "ends are known on the host or on the device"
         return torch.tensor(self.layout.ends, dtype=torch.int32, device=self.rows.device)
+
+    def host_layout(self) -> Rows:
+        """`layout`, read from the device where the host does not know it: waits. Padding counts as rows then."""
+        if self.layout is not None:
+            return self.layout
+        ends = self.device_ends().tolist()
+        counts = [end - first for first, end in itertools.pairwise((0, *ends))]
+        return Rows.of(counts, 1, self.rows.shape[0])
 
 
 class Implementation(Protocol):

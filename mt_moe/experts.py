@@ -11,14 +11,15 @@ taken in the wider of the two dtypes and rounded to the activation's dtype.
 
     "loop"     one expert after the other: the reference. The same operations on the same shapes as Megatron's local
                sequential experts (gated unit, no bias, no fusion), hence the same bits.
-    "grouped"  one grouped matrix product for all experts, where torch has it for the device and dtype.
+    "grouped"  one grouped matrix product for all experts, where torch has it for the device and dtype, in one autograd
+               node with the fused activation (`grouped_mlp`).
+    "te"       the same node over Transformer Engine's grouped product, which takes one tensor an expert as it is.
     "auto"     grouped on an accelerator that has it, else loop (on a CPU torch's grouped product is itself a loop).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,24 +28,20 @@ from torch import Tensor, nn
 
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
+from mt_moe import grouped_mlp, te_products
 from mt_moe.config import MoEConfig
 from mt_moe.expert_call import ExpertCall, Implementation, Named, Rows, Unit, Weights
-from mt_moe.expert_linear import (
-    Collector,
-    Defer,
-    anchored,
-    collected_linear,
-    grouped_linear,
-    grouped_product,
-    linear,
-)
+from mt_moe.expert_linear import Collector, Defer, anchored, collected_linear, linear
 from mt_moe.init import seeded_normal
+from mt_moe.products import LoopProducts, Products, TorchProducts, why_not
+
+TORCH, LOOP = TorchProducts(), LoopProducts()
 
 
 def _run_loop(call: ExpertCall) -> Tensor:
     """The reference. Splits, computes each expert on its own rows, concatenates; no operation spans two experts."""
     rows, layout, row_weights, fc1, fc2, unit = (
-        call.rows, call.layout, call.row_weights, call.fc1, call.fc2, call.unit,
+        call.rows, call.host_layout(), call.row_weights, call.fc1, call.fc2, call.unit,
     )  # fmt: skip
     firsts, seconds = _linears(fc1, unit.defer), _linears(fc2, unit.defer)
 
@@ -75,61 +72,38 @@ def _linears(weights: Weights, defer: Defer | None) -> list[Callable[[Tensor], T
 
 
 def _run_grouped(call: ExpertCall) -> Tensor:
-    """Padding inside a group is computed along: its rows and routing weights are zero, so it adds zero everywhere."""
-    rows, layout, row_weights, unit = call.rows, call.layout, call.row_weights, call.unit
-    num_rows, total = rows.shape[0], layout.ends[-1]
-    if total == 0:
-        # Grouped kernels refuse an empty product; the loop is cheap here and gives the zero gradients.
-        return _run_loop(call)
-    ends = call.device_ends()
-    empty = [expert for expert, count in enumerate(layout.counts) if count == 0]
-    hidden = unit(grouped_linear(rows[:total], ends, empty, call.fc1, unit.defer), row_weights[:total])
-    y = grouped_linear(hidden, ends, empty, call.fc2, unit.defer)
-    return y if total == num_rows else F.pad(y, (0, 0, 0, num_rows - total))
+    """By torch's grouped product; on a CPU that has it not for this dtype, by plain products in the same node."""
+    return grouped_mlp.run(call, _products_of(call.rows.device, call.rows.dtype))
 
 
-@functools.cache
-def _grouped_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Tries the three products that training needs on a tiny example and compares them with plain products."""
-    product = grouped_product()
-    if product is None:
-        return f"torch {torch.__version__} has no grouped matrix product"
-    generator = torch.Generator().manual_seed(0)
-    x, grad, weight = (
-        torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((32, 32), (32, 64), (3, 64, 32))
-    )
-    bounds = (0, 16, 16, 32)
-    try:
-        ends = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
-        y = product(x, weight.transpose(-2, -1), offs=ends)
-        grad_x = product(grad, weight, offs=ends)
-        grad_weight = product(grad.t(), x, offs=ends)
-        for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
-            if start < end:
-                pairs = (
-                    (y[start:end], x[start:end] @ weight[expert].t()),
-                    (grad_x[start:end], grad[start:end] @ weight[expert]),
-                    (grad_weight[expert], grad[start:end].t() @ x[start:end]),
-                )
-                for got, want in pairs:
-                    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-1)
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
-        detail = str(error).splitlines()[0]
-        return f"torch's grouped matrix product does not work for {dtype} on {device.type}: {detail}"
-    return None
+def _products_of(device: torch.device, dtype: torch.dtype) -> Products:
+    return TORCH if device.type != "cpu" or why_not(TORCH, device, dtype) is None else LOOP
 
 
 def _grouped_unavailable(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
-    missing = _grouped_missing(device, dtype)
+    if _products_of(device, dtype) is LOOP:
+        return None
+    return why_not(TORCH, device, dtype) or _odd_width(dtype, widths)
+
+
+def _odd_width(dtype: torch.dtype, widths: Sequence[int]) -> str | None:
     odd = [width for width in widths if width * dtype.itemsize % 16]
-    if missing is None and odd:
-        return f"width {odd[0]} in {dtype} is no multiple of 16 bytes, which the grouped product needs"
-    return missing
+    return f"width {odd[0]} in {dtype} is no multiple of 16 bytes, which the grouped product needs" if odd else None
+
+
+def _run_te(call: ExpertCall) -> Tensor:
+    return grouped_mlp.run(call, te_products.PRODUCTS)
+
+
+def _te_unavailable(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
+    missing = te_products.missing(device)
+    return missing or why_not(te_products.PRODUCTS, device, dtype) or _odd_width(dtype, widths)
 
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {
     "loop": Named("loop", _run_loop, lambda device, dtype, widths: None),
     "grouped": Named("grouped", _run_grouped, _grouped_unavailable),
+    "te": Named("te", _run_te, _te_unavailable),
 }
 
 
@@ -170,7 +144,7 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, widths: Sequenc
 
 def expert_mlp(
     rows: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | None,
     row_weights: Tensor,
     fc1: Weights,
     fc2: Weights,
@@ -182,13 +156,16 @@ def expert_mlp(
     implementation: str = "auto",
     recipe: Implementation | None = None,
     ends: Tensor | None = None,
+    recompute: str = "activation",
+    rows_again: Callable[[], Tensor] | None = None,
+    spare_sms: int = 0,
 ) -> Tensor:
     """Every row through its expert.
 
     Args:
         rows: [num_rows, hidden], expert-major; the group of an expert starts at a multiple of `expert_alignment`,
             padding rows are zero.
-        counts: rows of each local expert, unaligned, on the host.
+        counts: rows of each local expert, unaligned, on the host; None where only the device knows, by `ends`.
         row_weights: [num_rows] fp32 or fp64, the routing weight of each row.
         fc1: one [2 * ffn, hidden] (gate above up) or, plain, [ffn, hidden] an expert; or all packed in one tensor.
         fc2: one [hidden, ffn] an expert; or all packed in one tensor.
@@ -197,10 +174,13 @@ def expert_mlp(
         gated: whether fc1 holds gate and up (SwiGLU with silu) or one plain projection.
         defer: takes the weight gradients out of backward: called once for fc2, then once for fc1, each with the weights
             of all experts as given and a closure that computes their gradients (zero for an expert without rows).
-        implementation: "auto", "loop" or "grouped".
+        implementation: "auto", "loop", "grouped" or "te".
         recipe: computes instead of an implementation by name; it gets the whole `ExpertCall`.
         ends: int32 [num_local_experts], the row after the last of each aligned group, where the device has them; else
             they are copied from the host where needed.
+        recompute: "activation", "fc1" or "nothing", what backward of a grouped implementation computes again.
+        rows_again: gives `rows` in backward, which a grouped implementation then does not save.
+        spare_sms: multiprocessors that grouped products leave to others.
 
     Returns:
         [num_rows, hidden] in the dtype of rows; padding rows are zero.
@@ -208,8 +188,8 @@ def expert_mlp(
     Raises:
         UsageError: shapes or counts that do not fit together, or an implementation that can not run here.
     """
-    layout = Rows.of(counts, expert_alignment, rows.shape[0])
-    _check_shapes(rows, layout, row_weights, fc1, fc2, gated)
+    layout = None if counts is None else Rows.of(counts, expert_alignment, rows.shape[0])
+    _check_shapes(rows, len(counts) if counts is not None else _known(ends), row_weights, fc1, fc2, gated)
     widths = (rows.shape[1], fc1[0].shape[0], fc2[0].shape[1])
     chosen = _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)] if recipe is None else recipe
     reason = None if recipe is None else recipe.unavailable(rows.device, rows.dtype, widths)
@@ -217,13 +197,20 @@ def expert_mlp(
         raise UsageError(f"recipe {chosen.name}: {reason}", allowed="a recipe that runs here", fix="choose another")
     if defer is not None:
         rows = anchored(anchored(rows, fc1), fc2)
-    call = ExpertCall(rows, layout, row_weights, fc1, fc2, Unit(activation, gated, defer), ends)
+    unit = Unit(activation, gated, defer)
+    call = ExpertCall(rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms)
     with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=chosen.name):
         return chosen.run(call)
 
 
-def _check_shapes(rows: Tensor, layout: Rows, row_weights: Tensor, fc1: Weights, fc2: Weights, gated: bool) -> None:
-    num_experts = len(layout.counts)
+def _known(ends: Tensor | None) -> int:
+    """Number of local experts by what the device knows."""
+    if ends is None:
+        raise UsageError("counts=None without ends", allowed="one of them", fix="pass the counts of the handle")
+    return ends.shape[0]
+
+
+def _check_shapes(rows: Tensor, num_experts: int, row_weights: Tensor, fc1: Weights, fc2: Weights, gated: bool) -> None:
     if num_experts == 0 or len(fc1) != num_experts or len(fc2) != num_experts:
         raise UsageError(
             f"{num_experts} counts, {len(fc1)} fc1 and {len(fc2)} fc2 weights",

@@ -14,6 +14,7 @@ from comm_core.runtime.errors import UsageError
 from mt_moe import experts
 from mt_moe.config import MoEConfig
 from mt_moe.experts import Experts, expert_mlp
+from mt_moe.products import TorchProducts, why_not
 
 HIDDEN, FFN = 24, 40
 Result = tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
@@ -222,7 +223,7 @@ def test_frozen_weights() -> None:
     problem = Problem([3, 2], dtype=torch.float32)
     want = problem.ours("loop")
     handed: list[Sequence[Tensor]] = []
-    for implementation in experts.implementations():
+    for implementation in ("loop", "grouped"):
         rows, row_weights, fc1, fc2 = problem.leaves()
         for weight in fc1:
             weight.requires_grad_(False)
@@ -262,12 +263,14 @@ def test_grouped_and_loop_agree_in_bfloat16() -> None:
 def test_choice_of_implementation() -> None:
     cpu = torch.device("cpu")
     assert experts.resolve("auto", cpu, torch.float32, (8,)) == "loop"
-    assert "does not work for torch.float64" in str(experts.unavailable("grouped", cpu, torch.float64))
-    with pytest.raises(UsageError, match="float64 on cpu"):
-        experts.resolve("grouped", cpu, torch.float64, (8,))
+    assert experts.resolve("grouped", cpu, torch.float64, (7,)) == "grouped"  # by plain products in the same node
+    assert "does not work for torch.float64" in str(why_not(TorchProducts(), cpu, torch.float64))
+    assert "needs an accelerator" in str(experts.unavailable("te", cpu, torch.float32))
+    with pytest.raises(UsageError, match="Transformer Engine needs an accelerator"):
+        experts.resolve("te", cpu, torch.float32, (8,))
     with pytest.raises(UsageError, match="multiple of 16 bytes"):
         experts.resolve("grouped", cpu, torch.float32, (8, 6))
-    with pytest.raises(UsageError, match="allowed: auto, loop, grouped"):
+    with pytest.raises(UsageError, match="allowed: auto, loop, grouped, te"):
         experts.resolve("fused", cpu, torch.float32, ())
 
 

@@ -1,0 +1,203 @@
+"""The experts of a rank as one autograd node over grouped products: fc1, activation with routing weight, fc2.
+
+One node instead of many says exactly what is kept and in which order backward runs. Its default, per row of width H
+with an inner width of F:
+
+    forward     h = x @ fc1.T           kept: x [H], h [2F], the weight
+                a = act(h) * p          not kept
+                y = a @ fc2.T           not kept
+    backward    da = dy @ fc2
+                dh, dp, a               one pass over h and da (`fused_activation.backward`)
+                d fc2 = dy.T @ a        dy and a are free from here on
+                dx = dh @ fc1
+                d fc1 = dh.T @ x        or later, where `defer` takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_moe import fused_activation
+from mt_moe.expert_call import ExpertCall, Unit, Weights
+from mt_moe.products import Groups, Products, leaving_sms, packed_view, span
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a call does and keeps; everything but tensors that autograd follows.
+
+    `defers` holds, for fc1 and fc2, what takes the weight gradient out of backward, or None.
+    """
+
+    products: Products
+    groups: Groups
+    unit: Unit
+    recompute: str
+    rows_again: Callable[[], Tensor] | None
+    spare_sms: int
+    num_weights: int
+    defers: tuple[Callable[[WeightGrad], None] | None, Callable[[WeightGrad], None] | None]
+
+    @property
+    def tail(self) -> Tensor | None:
+        """The ends where rows may lie behind them that the host can not cut off."""
+        return self.groups.ends if self.groups.on_host is None else None
+
+
+class WeightGrad:
+    """The weight gradients of one product, not computed yet. Calling it returns them in the form of the weights.
+
+    Args:
+        products: computes them.
+        grad: [num_rows, out].
+        x: [num_rows, in], or what gives it when it is needed.
+        groups: rows of each expert.
+        is_packed: the weights are one packed tensor.
+        spare_sms: see `leaving_sms`.
+    """
+
+    def __init__(
+        self,
+        products: Products,
+        grad: Tensor,
+        x: Tensor | Callable[[], Tensor],
+        groups: Groups,
+        is_packed: bool,
+        spare_sms: int,
+    ) -> None:
+        self._products, self._grad, self._x, self._groups = products, grad, x, groups
+        self._is_packed, self._spare_sms = is_packed, spare_sms
+
+    def _rows(self) -> Tensor:
+        return self._x if isinstance(self._x, Tensor) else self._x()
+
+    def __call__(self) -> list[Tensor]:
+        """One packed gradient, or one a weight."""
+        return self.split(self.packed())
+
+    @torch.no_grad()
+    def packed(self) -> Tensor:
+        """[num_local_experts, out, in]."""
+        with span("expert_weight_grad", self._grad), leaving_sms(self._spare_sms):
+            return self._products.weight_grad(self._grad, self._rows(), self._groups)
+
+    @torch.no_grad()
+    def add_to(self, total: Tensor) -> None:
+        """Adds the packed gradient to `total`."""
+        with span("expert_weight_grad", self._grad), leaving_sms(self._spare_sms):
+            self._products.add_weight_grad(total, self._grad, self._rows(), self._groups)
+
+    def split(self, total: Tensor) -> list[Tensor]:
+        """A packed gradient in the form of the weights."""
+        return [total] if self._is_packed else list(total.unbind(0))
+
+
+class _GroupedMlp(torch.autograd.Function):
+    """See the module; `weights` are those of fc1, then those of fc2: one packed tensor each, or one an expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, plan: _Plan, *weights: Tensor) -> Tensor:
+        fc1, fc2 = _forms(plan, weights)
+        unit = plan.unit
+        with leaving_sms(plan.spare_sms):
+            hidden = plan.products.forward(rows, fc1, plan.groups)
+            active = fused_activation.forward(hidden, row_weights, unit.activation, unit.gated, plan.tail)
+            y = plan.products.forward(active, fc2, plan.groups)
+        ctx.save_for_backward(
+            rows if plan.rows_again is None else None,
+            row_weights,
+            None if plan.recompute == "fc1" else hidden,
+            active if plan.recompute == "nothing" else None,
+            *weights,
+        )
+        ctx.plan, ctx.views = plan, (fc1, fc2)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        rows, row_weights, hidden, active, *weights = ctx.saved_tensors
+        fc1, fc2 = ctx.views
+        products, groups, unit, again = plan.products, plan.groups, plan.unit, plan.rows_again
+        first = rows if again is None else again
+        needs = ctx.needs_input_grad
+        grad = grad.contiguous()
+        with leaving_sms(plan.spare_sms):
+            if hidden is None:
+                first = first if isinstance(first, Tensor) else first()
+                hidden = products.forward(first, fc1, groups)
+            with span("expert_input_grad", grad):
+                grad_active = products.input_grad(grad, fc2, groups)
+            found = fused_activation.backward(
+                hidden, row_weights, grad_active, unit.activation, unit.gated, plan.tail, wants_out=active is None
+            )
+        grad_hidden, grad_weights = found.hidden, found.row_weights
+        count, is_packed = plan.num_weights, weights[0].dim() == 3
+        active = found.out if active is None else active
+        assert active is not None, "asked for where it was not saved"
+        taken = WeightGrad(products, grad, active, groups, is_packed, plan.spare_sms)
+        del hidden, active, grad_active, found  # what is not read again makes room for what follows
+        seconds = _take(taken, plan.defers[1], any(needs[3 + count :]), len(weights) - count)
+        del taken
+        grad_rows = None
+        if needs[0]:
+            with span("expert_input_grad", grad_hidden), leaving_sms(plan.spare_sms):
+                grad_rows = products.input_grad(grad_hidden, fc1, groups)
+        taken = WeightGrad(products, grad_hidden, first, groups, is_packed, plan.spare_sms)
+        firsts = _take(taken, plan.defers[0], any(needs[3 : 3 + count]), count)
+        return grad_rows, grad_weights if needs[1] else None, None, *firsts, *seconds
+
+
+def _take(
+    grads: WeightGrad, defer: Callable[[WeightGrad], None] | None, wanted: bool, count: int
+) -> Sequence[Tensor | None]:
+    """The weight gradients now, or None for each where they are deferred or nobody wants them."""
+    if defer is not None:
+        defer(grads)
+    elif wanted:
+        return grads()
+    return [None] * count
+
+
+def _forms(plan: _Plan, weights: Sequence[Tensor]) -> tuple[Weights, Weights]:
+    """The weights of fc1 and fc2 in the best form that needs no copy."""
+    return _form(weights[: plan.num_weights]), _form(weights[plan.num_weights :])
+
+
+def _form(weights: Sequence[Tensor]) -> Weights:
+    if weights[0].dim() == 3:
+        return weights[0]
+    view = packed_view(weights)
+    return list(weights) if view is None else view
+
+
+def run(call: ExpertCall, products: Products) -> Tensor:
+    """The experts by the products of a library; see `expert_mlp`."""
+    listed1, listed2 = ([weights] if isinstance(weights, Tensor) else list(weights) for weights in (call.fc1, call.fc2))
+    defers = tuple(_deferred(weights, call) for weights in (listed1, listed2))
+    given = [
+        weight if defer is None else weight.detach()
+        for weights, defer in zip((listed1, listed2), defers, strict=True)
+        for weight in weights
+    ]
+    groups = Groups(call.device_ends(), None if call.layout is None else call.layout.ends)
+    plan = _Plan(
+        products, groups, call.unit, call.recompute, call.rows_again, call.spare_sms, len(listed1), defers  # type: ignore[arg-type]
+    )  # fmt: skip
+    y: Tensor = _GroupedMlp.apply(call.rows.contiguous(), call.row_weights.contiguous(), plan, *given)
+    return y
+
+
+def _deferred(weights: Sequence[Tensor], call: ExpertCall) -> Callable[[WeightGrad], None] | None:
+    """What hands a weight gradient with its weights, as given, to the `defer` of the call."""
+    hand_over = call.unit.defer
+    if hand_over is None or not weights[0].requires_grad:
+        return None
+    return lambda grads: hand_over(weights, grads)
