@@ -65,7 +65,8 @@ def balance_loss(scores: Tensor, counts: Tensor, num_tokens: Tensor | int, confi
     Returns:
         A scalar, already multiplied by `aux_loss_coefficient`; 0 without tokens.
     """
-    length = max(num_tokens, 1) if isinstance(num_tokens, int) else num_tokens.clamp_min(1)
+    # Without tokens the sums are zero; the 1 keeps the quotient so.
+    length = num_tokens or 1 if isinstance(num_tokens, int) else torch.where(num_tokens > 0, num_tokens, 1)
     factor = config.num_experts * config.aux_loss_coefficient / (config.num_topk * length * length)
     return (scores * counts).sum(dim=-1).mean() * factor
 

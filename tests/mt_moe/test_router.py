@@ -189,3 +189,60 @@ def test_balance_loss_is_the_papers(score: str) -> None:
 def test_bad_settings(change: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(BASE, **change)
+
+
+def test_forced_balance() -> None:
+    """Every expert gets its share, each time the same; ranks differ; the gradient passes to the logits."""
+    config = replace(BASE, force_load_balancing=True, score="softmax", normalize_weights=False)
+    x = torch.randn(2000, config.hidden, requires_grad=True)
+    first, second = Router(config), Router(config, rank=1)
+    topk_idx, topk_weights, logits = first(x)
+    counts = first.tokens_per_expert.double()
+    # A count is binomial: 2000 draws of 1/4, standard deviation 19.4.
+    assert counts.sum() == 2000 * config.num_topk and (counts - 500).abs().max() < 6 * 19.4
+    assert abs(float(logits.detach().mean())) < 0.05 and abs(float(logits.detach().std()) - 1) < 0.05
+    assert torch.equal(first(x).topk_idx, topk_idx) and not torch.equal(second(x).topk_idx, topk_idx)
+    topk_weights[:, 0].sum().backward()
+    scores = torch.softmax(logits.detach(), dim=1)
+    grad = -scores * scores.gather(1, topk_idx[:, :1])
+    grad.scatter_add_(1, topk_idx[:, :1], scores.gather(1, topk_idx[:, :1]))
+    torch.testing.assert_close(x.grad, 2.5 * grad @ first.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_capacity_drops_the_rest(policy: str) -> None:
+    """No expert takes more than its capacity; the kept weights are the largest; masked tokens take no place."""
+    config = replace(BASE, capacity_factor=0.75, drop_policy=policy)
+    router = router_with_bias(config)
+    x = torch.randn(64, config.hidden, dtype=torch.float64)
+    mask = torch.rand(64) < 0.8
+    whole = router_with_bias(replace(config, capacity_factor=None))
+    whole.load_state_dict(router.state_dict())
+    before, (topk_idx, topk_weights, _) = whole(x, mask), router(x, mask)
+    capacity, kept = 12, topk_idx >= 0  # 64 * 4 / 16 * 0.75
+    assert not torch.any(kept & (before.topk_idx < 0)) and torch.equal(topk_idx[kept], before.topk_idx[kept])
+    assert torch.equal(topk_weights, before.topk_weights * kept)
+    assert torch.equal(router.tokens_per_expert, torch.bincount(topk_idx[kept], minlength=16))
+    full = 0
+    for expert in range(16):
+        chosen = before.topk_idx == expert
+        assert int((chosen & kept).sum()) == min(int(chosen.sum()), capacity)
+        full += int(chosen.sum()) > capacity
+        if policy == "probs" and torch.any(chosen & ~kept):
+            assert before.topk_weights[chosen & kept].min() >= before.topk_weights[chosen & ~kept].max()
+    assert full > 0 and router(x[:0]).topk_idx.shape == (0, 4)
+
+
+def test_one_rank_alone_counts_globally_and_starts_anew() -> None:
+    config = replace(BASE, aux_loss_coefficient=0.3, load_balancing="global_aux_loss")
+    router = router_with_bias(config)
+    one, other = torch.randn(2, 9, config.hidden, dtype=torch.float64)
+    (first,) = router.losses(router(one))
+    (second,) = router.losses(router(other))
+    torch.testing.assert_close(first, balance_loss_of(list(one), router.weight, config))
+    assert not torch.isclose(second, balance_loss_of(list(other), router.weight, config))
+    router.eval()
+    router.losses(router(one))
+    assert router.balance_counts.tolist()[-1] == 2
+    router.restart_counts()
+    assert not router.balance_counts.any() and not router.tokens_per_expert.any()
