@@ -99,6 +99,8 @@ class ExpertCall:
         recompute: what backward computes again, see `DataPath`.
         rows_again: gives `rows` in backward where they are not to be saved; called at most once.
         spare_sms: multiprocessors that products leave to others.
+        quantised: FP8 data [num_rows, hidden] and scales [num_rows, blocks or more] of rows that arrived so; a recipe
+            reads these, and `rows` only carries the gradient.
     """
 
     rows: Tensor
@@ -111,6 +113,7 @@ class ExpertCall:
     recompute: str = "activation"
     rows_again: Callable[[], Tensor] | None = None
     spare_sms: int = 0
+    quantised: tuple[Tensor, Tensor] | None = None
 
     def device_ends(self) -> Tensor:
         """`ends` as given, or copied from the host."""

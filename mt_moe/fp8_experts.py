@@ -258,7 +258,7 @@ class Fp8Experts:
 
     def _arrived(self, call: ExpertCall, groups: Groups) -> RowOperand | None:
         """Rows that came in FP8 as an operand."""
-        pair = getattr(call, "quantised", None)
+        pair = call.quantised
         if pair is None:
             return None
         data, scales = pair[0][: groups.num_rows], pair[1][: groups.num_rows]
