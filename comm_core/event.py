@@ -53,6 +53,11 @@ class EventHandle:
 
     number: int | None = None
 
+    @property
+    def expert_starts(self) -> torch.Tensor | None:
+        """Of a layout that a device made: `EPHandle.expert_starts`. None of other work."""
+        return None
+
     def __init__(self, device: torch.device | None = None, stream: Any = None) -> None:
         self._device = device if device is not None else devices.current()
         self._future: Future[Any] | None = None

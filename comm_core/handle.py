@@ -161,6 +161,15 @@ class EPHandle:
         return self._int32(ends)
 
     @property
+    def expert_starts(self) -> torch.Tensor:
+        """int32 [L + 1], the first expanded row of each local expert, and behind them the number of expanded rows.
+
+        For the current stream. The host waits only where it makes the layout itself.
+        """
+        made = self.event.expert_starts
+        return self._int32([0, *accumulate(self._aligned())]) if made is None else made
+
+    @property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [n, 2 + num_topk], where each received row comes from.
 

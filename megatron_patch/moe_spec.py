@@ -26,7 +26,7 @@ from comm_core.runtime.errors import UsageError
 from megatron_patch import weight_grad
 from mt_moe.dispatcher import Dispatcher
 from mt_moe.experts import expert_mlp
-from mt_moe.functional import DispatchTicket, fan_out
+from mt_moe.functional import DispatchTicket, StaticRouting, fan_out
 
 _BUFFERS: dict[Any, ElasticBuffer] = {}
 
@@ -73,7 +73,7 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def __init__(self, config: Any, pg_collection: Any, buffer: ElasticBuffer) -> None:
         super().__init__(config, pg_collection)
         self.dispatcher = Dispatcher(buffer, num_experts=config.num_moe_experts)
-        self._handle: EPHandle | None = None
+        self._handle: EPHandle | StaticRouting | None = None
         self._shape: tuple[int, ...] = ()
 
     def dispatch_preprocess(
@@ -103,7 +103,7 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def counts(self) -> list[int]:
         """Rows of each local expert for the microbatch in flight."""
-        assert self._handle is not None, "counts without dispatch_preprocess"
+        assert isinstance(self._handle, EPHandle), "counts without dispatch_preprocess"
         return self._handle.num_unaligned_recv_tokens_per_expert_list
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sums the rows of each token on its own rank: [T, hidden]."""
-        assert self._handle is not None, "combine without dispatch_preprocess"
+        assert isinstance(self._handle, EPHandle), "combine without dispatch_preprocess"
         return self.dispatcher.wait_combine(self.dispatcher.launch_combine(hidden_states, self._handle))
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:

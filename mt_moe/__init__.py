@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from mt_moe.config import MoEConfig
+from mt_moe.data_path import DataPath
 from mt_moe.dispatcher import Dispatcher
 from mt_moe.experts import expert_mlp
 from mt_moe.functional import fan_out, launch_combine, launch_dispatch, wait_combine, wait_dispatch
 from mt_moe.layer import MoELayer
 
 __all__ = [
+    "DataPath",
     "Dispatcher",
     "MoEConfig",
     "MoELayer",

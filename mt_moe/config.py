@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm_core.runtime.errors import UsageError
+from mt_moe.data_path import DataPath
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
 SCORES: Final = ("sigmoid", "softmax")
@@ -50,9 +51,10 @@ class MoEConfig:
         activation: "silu", "gelu" or "relu".
         gated: whether the activation gates a second projection (SwiGLU with "silu").
         expert_alignment: rows of an expert start at a multiple of it.
-        experts: implementation of the experts: "auto", "loop", "grouped".
+        experts: implementation of the experts: "auto", "loop", "grouped", "te".
         init_std: standard deviation of the initial weights.
         seed: of the initial weights.
+        data_path: how rows move and what of them is kept; see `DataPath`.
 
     Raises:
         UsageError: a value that can not work.
@@ -84,6 +86,7 @@ class MoEConfig:
     experts: str = "auto"
     init_std: float = 0.02
     seed: int = 0
+    data_path: DataPath = field(default_factory=DataPath)
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "num_topk", "num_groups", "num_topk_groups", "expert_alignment"):

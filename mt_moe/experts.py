@@ -159,6 +159,7 @@ def expert_mlp(
     recompute: str = "activation",
     rows_again: Callable[[], Tensor] | None = None,
     spare_sms: int = 0,
+    quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Every row through its expert.
 
@@ -179,8 +180,9 @@ def expert_mlp(
         ends: int32 [num_local_experts], the row after the last of each aligned group, where the device has them; else
             they are copied from the host where needed.
         recompute: "activation", "fc1" or "nothing", what backward of a grouped implementation computes again.
-        rows_again: gives `rows` in backward, which a grouped implementation then does not save.
+        rows_again: gives `rows` in backward, which are not saved then; "auto" means "grouped" with it.
         spare_sms: multiprocessors that grouped products leave to others.
+        quantised: data and scales of rows that arrived in FP8 (see `ExpertCall`), for a recipe alone.
 
     Returns:
         [num_rows, hidden] in the dtype of rows; padding rows are zero.
@@ -191,6 +193,8 @@ def expert_mlp(
     layout = None if counts is None else Rows.of(counts, expert_alignment, rows.shape[0])
     _check_shapes(rows, len(counts) if counts is not None else _known(ends), row_weights, fc1, fc2, gated)
     widths = (rows.shape[1], fc1[0].shape[0], fc2[0].shape[1])
+    if recipe is None and rows_again is not None:
+        implementation = _able_to_ask_again(implementation)
     chosen = _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)] if recipe is None else recipe
     reason = None if recipe is None else recipe.unavailable(rows.device, rows.dtype, widths)
     if reason is not None:
@@ -198,9 +202,20 @@ def expert_mlp(
     if defer is not None:
         rows = anchored(anchored(rows, fc1), fc2)
     unit = Unit(activation, gated, defer)
-    call = ExpertCall(rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms)
+    call = ExpertCall(rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms, quantised)
     with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=chosen.name):
         return chosen.run(call)
+
+
+def _able_to_ask_again(implementation: str) -> str:
+    """An implementation that does not save its rows."""
+    if implementation == "loop":
+        raise UsageError(
+            'rows_again (save_dispatched "redispatch") with experts implementation "loop"',
+            allowed="auto, grouped or te, which can do without saved rows",
+            fix="choose one of them, or keep the rows",
+        )
+    return "grouped" if implementation == "auto" else implementation
 
 
 def _known(ends: Tensor | None) -> int:
@@ -281,7 +296,14 @@ class Experts(nn.Module):
         self.fc2 = nn.Parameter(packed["fc2"])
 
     def forward(
-        self, rows: Tensor, counts: Sequence[int], row_weights: Tensor, *, defer: Defer | None = None
+        self,
+        rows: Tensor,
+        counts: Sequence[int] | None,
+        row_weights: Tensor,
+        *,
+        defer: Defer | None = None,
+        ends: Tensor | None = None,
+        rows_again: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Dispatched rows to output rows; see `expert_mlp`."""
         config = self.config
@@ -297,4 +319,8 @@ class Experts(nn.Module):
             defer=defer,
             implementation=config.experts,
             recipe=self.recipe,
+            ends=ends,
+            recompute=config.data_path.recompute,
+            rows_again=rows_again,
+            spare_sms=config.data_path.gemm_spare_sms,
         )

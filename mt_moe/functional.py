@@ -13,6 +13,10 @@ ready nodes youngest first, so the backward of whatever stands between the two i
 What belongs to a call travels in its ticket and in the nodes' ctx (handle and event), never on the buffer: any number
 of microbatches and layers may be in flight. Every rank runs the same nodes whatever its counts: gradients that nobody
 produced are materialised as zeros, because a node that is skipped on one rank leaves its peers waiting.
+
+The node that launches the last communication of a layer's backward, *wait* of the dispatch, can hold work for the time
+it takes: given a `WeightGradients` it computes what is left of them behind the launch and returns them as its own
+gradients, so that accumulation and hooks of the weights are those of autograd.
 """
 
 from __future__ import annotations
@@ -25,16 +29,66 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from comm_core import ElasticBuffer, EPHandle, EventOverlap
+from mt_moe.weight_gradients import WeightGradients
+
+
+@dataclass(frozen=True, slots=True)
+class StaticRouting:
+    """A routing decision whose dispatch has the shape of the worst case and waits for nothing on the host.
+
+    Attributes:
+        topk_idx: int64 [num_tokens, num_topk].
+        num_experts: over all ranks.
+        expert_alignment: an expert's rows start at a multiple of it.
+        max_tokens_per_rank: bound of tokens a rank, from which the shapes follow.
+    """
+
+    topk_idx: Tensor
+    num_experts: int
+    expert_alignment: int
+    max_tokens_per_rank: int
+
+
+class Resend:
+    """The tokens of a dispatch, to be sent once more in backward: the rows need not be kept meanwhile.
+
+    Args:
+        buffer: the endpoint of this rank.
+        x: [num_tokens, hidden], as dispatched; must not change before backward.
+        ticket: of the dispatch.
+        num_sms: as in `launch_dispatch`.
+    """
+
+    def __init__(self, buffer: ElasticBuffer, x: Tensor, ticket: DispatchTicket, num_sms: int = 0) -> None:
+        self._buffer, self._x, self._handle, self._num_sms = buffer, x.detach().contiguous(), ticket.handle, num_sms
+        self._rows: Tensor | None = None
+        self._event: EventOverlap | None = None
+
+    def launch(self) -> None:
+        """Starts sending, on every rank at the same place in the order of calls."""
+        self._rows, _, _, _, self._event = self._buffer.dispatch(
+            self._x, handle=self._handle, num_sms=self._num_sms, async_with_compute_stream=True
+        )
+
+    def rows(self) -> Tensor:
+        """The rows, for the current stream. Handed out once."""
+        rows, event, self._rows, self._event = self._rows, self._event, None, None
+        assert rows is not None and event is not None, "rows of a resend without a launch"
+        event.current_stream_wait()
+        return rows
 
 
 class _Exchange:
     """What the launch and wait node of one call share: the event in flight and, in backward, its results."""
 
-    __slots__ = ("buffer", "event", "handle", "pending")
+    __slots__ = ("buffer", "event", "handle", "num_sms", "pending", "resend", "weight_gradients")
 
-    def __init__(self, buffer: ElasticBuffer, handle: EPHandle) -> None:
+    def __init__(self, buffer: ElasticBuffer, handle: EPHandle | StaticRouting, num_sms: int) -> None:
         self.buffer = buffer
         self.handle = handle
+        self.num_sms = num_sms
+        self.resend: Resend | None = None
+        self.weight_gradients: WeightGradients | None = None
         self.event: EventOverlap | None = None
         self.pending: tuple[Tensor, ...] = ()
 
@@ -49,6 +103,25 @@ class _Exchange:
         self.wait()
         pending, self.pending = self.pending, ()
         return pending
+
+    def routing(self) -> dict[str, Any]:
+        """What says to `dispatch` where tokens go: a handle, or ids and the bound that gives the shapes."""
+        if isinstance(self.handle, EPHandle):
+            return {"handle": self.handle}
+        given = self.handle
+        return {
+            "topk_idx": given.topk_idx,
+            "num_experts": given.num_experts,
+            "expert_alignment": given.expert_alignment,
+            "num_max_tokens_per_rank": given.max_tokens_per_rank,
+            "do_expand": True,
+            "do_cpu_sync": False,
+        }
+
+    def known(self) -> EPHandle:
+        """The handle, after the launch."""
+        assert isinstance(self.handle, EPHandle), "a handle is there once the dispatch is launched"
+        return self.handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +150,11 @@ class _LaunchDispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, topk_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         rows, _, row_weights, exchange.handle, exchange.event = exchange.buffer.dispatch(
-            x, handle=exchange.handle, topk_weights=topk_weights, async_with_compute_stream=True
+            x,
+            topk_weights=topk_weights,
+            num_sms=exchange.num_sms,
+            async_with_compute_stream=True,
+            **exchange.routing(),
         )
         assert row_weights is not None, "weights were given"
         return rows, row_weights
@@ -91,10 +168,15 @@ class _LaunchDispatch(torch.autograd.Function):
 
 
 class _WaitDispatch(torch.autograd.Function):
-    """Forward waits for the rows; backward starts the combine of their gradients and passes placeholders on."""
+    """Forward waits for the rows; backward starts the combine of their gradients and passes placeholders on.
+
+    `weights` are those whose gradients backward computes behind that launch, if any.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, row_weights: Tensor, exchange: _Exchange, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         exchange.wait()
         return rows.view_as(rows), row_weights.view_as(row_weights)
@@ -105,13 +187,15 @@ class _WaitDispatch(torch.autograd.Function):
         exchange = ctx.exchange
         grad_x, grad_topk_weights, exchange.event = exchange.buffer.combine(
             grad_rows.contiguous(),
-            exchange.handle,
+            exchange.known(),
             topk_weights=grad_row_weights.contiguous(),
+            num_sms=exchange.num_sms,
             async_with_compute_stream=True,
         )
         exchange.pending = (grad_x, grad_topk_weights)
+        held = exchange.weight_gradients
         # Autograd checks shapes, so the launch node is given the gradients of the rows; it ignores them.
-        return grad_rows, grad_row_weights, None
+        return grad_rows, grad_row_weights, None, *(() if held is None else held.finish())
 
 
 class _LaunchCombine(torch.autograd.Function):
@@ -120,7 +204,9 @@ class _LaunchCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        y, _, exchange.event = exchange.buffer.combine(rows, exchange.handle, async_with_compute_stream=True)
+        y, _, exchange.event = exchange.buffer.combine(
+            rows, exchange.known(), num_sms=exchange.num_sms, async_with_compute_stream=True
+        )
         return y
 
     @staticmethod
@@ -145,49 +231,66 @@ class _WaitCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         grad_rows, _, _, _, exchange.event = exchange.buffer.dispatch(
-            grad_y.contiguous(), handle=exchange.handle, async_with_compute_stream=True
+            grad_y.contiguous(), handle=exchange.known(), num_sms=exchange.num_sms, async_with_compute_stream=True
         )
         exchange.pending = (grad_rows,)
+        if exchange.resend is not None:
+            exchange.resend.launch()
         return grad_y, None
 
 
-def launch_dispatch(buffer: ElasticBuffer, x: Tensor, topk_weights: Tensor, handle: EPHandle) -> DispatchTicket:
+def launch_dispatch(
+    buffer: ElasticBuffer, x: Tensor, topk_weights: Tensor, handle: EPHandle | StaticRouting, *, num_sms: int = 0
+) -> DispatchTicket:
     """Starts sending every token to the ranks of its experts, one row for each (token, local expert).
 
     Args:
         buffer: the endpoint of this rank.
         x: [num_tokens, hidden]. Not kept for backward: its storage may be freed once the wait is over, not before.
         topk_weights: [num_tokens, num_topk] fp32 or fp64; lanes masked in `topk_idx` are ignored and get gradient 0.
-        handle: from `buffer.prepare(topk_idx, num_experts=..., do_expand=True, expert_alignment=...)`.
+        handle: from `buffer.prepare(topk_idx, num_experts=..., do_expand=True, expert_alignment=...)`; or a
+            `StaticRouting`, whose ids are sent along.
+        num_sms: multiprocessors to use at most, here and in backward; 0 for automatic.
 
     Returns:
         A ticket for `wait_dispatch`. Gradients flow to `x` (sum over its rows) and to `topk_weights`.
     """
-    exchange = _Exchange(buffer, handle)
+    exchange = _Exchange(buffer, handle, num_sms)
     rows, row_weights = _LaunchDispatch.apply(x.contiguous(), topk_weights.contiguous(), exchange)
-    return DispatchTicket(rows, row_weights, exchange.handle, exchange)
+    return DispatchTicket(rows, row_weights, exchange.known(), exchange)
 
 
-def wait_dispatch(ticket: DispatchTicket) -> tuple[Tensor, Tensor]:
+def wait_dispatch(ticket: DispatchTicket, weight_gradients: WeightGradients | None = None) -> tuple[Tensor, Tensor]:
     """Makes the current stream wait for a dispatch.
+
+    Args:
+        ticket: of the dispatch.
+        weight_gradients: computed in backward while the gradients of the rows travel home, where given.
 
     Returns:
         rows [num_rows, hidden] in expert-major order, inside an expert by (source rank, token), alignment gaps zero;
         row_weights [num_rows] in the dtype of `topk_weights`, the routing weight of each row.
     """
-    rows, row_weights = _WaitDispatch.apply(ticket.rows, ticket.row_weights, ticket._exchange)
+    ticket._exchange.weight_gradients = weight_gradients
+    weights = () if weight_gradients is None else weight_gradients.weights
+    rows, row_weights = _WaitDispatch.apply(ticket.rows, ticket.row_weights, ticket._exchange, *weights)
     return rows, row_weights
 
 
-def launch_combine(buffer: ElasticBuffer, rows: Tensor, handle: EPHandle) -> CombineTicket:
+def launch_combine(
+    buffer: ElasticBuffer, rows: Tensor, handle: EPHandle, *, num_sms: int = 0, resend: Resend | None = None
+) -> CombineTicket:
     """Starts bringing the experts' results home, where the rows of each token are added without weights.
 
     Args:
         buffer: the endpoint of this rank.
         rows: [num_rows, hidden] in the order of the dispatch. Not kept for backward; to be left alone until the wait.
         handle: the handle of that dispatch (`ticket.handle`).
+        num_sms: as in `launch_dispatch`.
+        resend: launched in backward behind the gradients of the rows.
     """
-    exchange = _Exchange(buffer, handle)
+    exchange = _Exchange(buffer, handle, num_sms)
+    exchange.resend = resend
     y = _LaunchCombine.apply(rows.contiguous(), exchange)
     return CombineTicket(y, handle, exchange)
 

@@ -8,6 +8,7 @@ code on one process and on many; only the group differs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
@@ -21,11 +22,12 @@ from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
 from mt_moe.config import MoEConfig
-from mt_moe.dispatcher import Dispatcher
+from mt_moe.dispatcher import Dispatched, Dispatcher
 from mt_moe.expert_linear import Defer
 from mt_moe.experts import Experts
 from mt_moe.functional import fan_out
 from mt_moe.latent import LatentProjection
+from mt_moe.routed import Journey
 from mt_moe.router import Router
 from mt_moe.shared_experts import SharedExperts
 
@@ -80,7 +82,13 @@ class MoELayer(nn.Module):
         self._owns_buffer = buffer is None
         self.buffer = ElasticBuffer(group, device=device) if buffer is None else buffer
         self.config = config
-        self.dispatcher = Dispatcher(self.buffer, config.num_experts, config.expert_alignment)
+        self.dispatcher = Dispatcher(
+            self.buffer,
+            config.num_experts,
+            config.expert_alignment,
+            max_tokens_per_rank=config.data_path.tokens_a_chunk,
+            num_sms=config.data_path.comm_sms,
+        )
         where = self.buffer.device if device is None else torch.device(device)
         num_local = config.num_experts // self.buffer.num_ranks
         prefix = f"layers.{layer_number}"
@@ -129,20 +137,25 @@ class MoELayer(nn.Module):
         # The order of the aliases is the order in which their gradients are added.
         to_dispatch, to_router, to_shared = fan_out(tokens, 3)
         routing = self.router(to_router, mask)
-        handle = self.dispatcher.prepare(routing.topk_idx)
+        journey = Journey(self.dispatcher, self.config.data_path, routing.topk_idx)
         if aux_losses is not None and self.config.has_losses:
             num_sequences = max(1, tokens.shape[0] // x.shape[-2]) if x.dim() > 1 and x.shape[-2] else 1
             group = self.buffer.group
             aux_losses += self.router.losses(routing, num_sequences=num_sequences, token_mask=mask, group=group)
         sent = to_dispatch if self.latent is None else self.latent.narrow(to_dispatch, defer=defer)
-        ticket = self.dispatcher.launch_dispatch(sent, routing.topk_weights, handle)
+        journey.launch(sent, routing.topk_weights)
         shared = None if self.shared is None else self.shared(to_shared, defer=defer)
-        arrived = self.dispatcher.wait_dispatch(ticket)
-        rows = self.experts(arrived.rows, arrived.counts, arrived.row_weights, defer=defer)
-        y = self.dispatcher.wait_combine(self.dispatcher.launch_combine(rows, arrived.handle))
+        y = journey.finish(self._on_rows, (self.experts.fc1, self.experts.fc2), defer)
         if self.latent is not None:
             y = self.latent.widen(y, defer=defer)
         return (y if shared is None else y + shared).view(x.shape)
+
+    def _on_rows(self, arrived: Dispatched, *, defer: Defer | None, rows_again: Callable[[], Tensor] | None) -> Tensor:
+        """The experts on the rows that have arrived."""
+        found: Tensor = self.experts(
+            arrived.rows, arrived.counts, arrived.row_weights, defer=defer, ends=arrived.ends, rows_again=rows_again
+        )
+        return found
 
     @torch.no_grad()
     def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
