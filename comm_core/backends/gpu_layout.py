@@ -85,6 +85,10 @@ class DeviceLayout:
         devices.current_stream(self.kept.device).wait_stream(self._stream)
         return self._tensor(name)[:rows]
 
+    def starts(self) -> torch.Tensor:
+        """int32 [num_local_experts + 1], for a stream that waits for the layout."""
+        return self._tensor("expert_starts")
+
     def memory(self) -> list[torch.Tensor]:
         """What kernels read of it, for whoever must keep it."""
         return [*{id(block): block for block, _, _ in self._tables.values()}.values(), self.kept]
@@ -197,6 +201,14 @@ class CountsEvent(EventHandle):
         self._result: GpuLayout | MTMoEError | None = None
         # A replayed graph writes its record again and again: that one is never handed out again.
         self._dropped = None if self._captured else weakref.finalize(self, channel.records.give, record)
+
+    @property
+    def expert_starts(self) -> torch.Tensor:
+        """`EPHandle.expert_starts` as the kernels left it; the current stream waits for them and nothing later."""
+        self.current_stream_wait()
+        starts = self.device_layout.starts()
+        devices.keep_for_current_stream(starts)
+        return starts
 
     def result(self) -> GpuLayout:
         """The layout, as soon as its counts are there.
