@@ -140,8 +140,8 @@ def launches(buffer: ElasticBuffer) -> Iterator[dict[str, int]]:
 
     def noted(name: str, call: Any, *rest: Any) -> Any:
         blocks = int(getattr(call, "num_sms", 0) or getattr(call, "num_blocks", 1))
-        if name == "layout":  # its sending side takes as many as there are tokens for
-            blocks = max(blocks, -(-int(call.layout.num_tokens) // abi.TOKENS))
+        if name == "layout":  # two for each block of tokens, those that receive, and one for the host
+            blocks += 1 + 2 * max(1, -(-int(call.layout.num_tokens) // abi.TOKENS))
         seen[name] = max(seen.get(name, 0), min(blocks, channel.num_sms))
         return launch(name, call, *rest)
 

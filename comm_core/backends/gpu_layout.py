@@ -26,6 +26,8 @@ from comm_core.runtime.errors import MTMoEError, UsageError
 
 # A handle gives memory back when its rows are known, where that is worth the time.
 _SPARE_BYTES = 1 << 20
+# Blocks that receive, at most: enough for one block of tokens each with 8,192 tokens a rank of four.
+_RECEIVING_BLOCKS = 128
 
 
 class DeviceLayout:
@@ -63,8 +65,7 @@ class DeviceLayout:
             }
         )
         self._add(_row_tables(room, num_topk, expand))
-        chunks, blocks = -(-room // abi.CHUNK), max(1, -(-num_tokens // abi.TOKENS))
-        self._add({"chunk_counts": (chunks, num_local), "block_counts": (blocks, num_ranks)})
+        self._add({"own_counts": (-(-num_tokens // abi.TOKENS), num_ranks)})
         self.struct: Any = abi.Layout(
             topk_idx=kept.data_ptr(),
             num_tokens=num_tokens,
@@ -73,7 +74,7 @@ class DeviceLayout:
             alignment=job.settings["expert_alignment"],
             expand=int(expand),
             room=room,
-            **{name: self.address(name) for name in self._tables if name != "block_counts"},
+            **{name: self.address(name) for name in self._tables if name != "own_counts"},
         )
 
     def address(self, name: str) -> int:
@@ -101,17 +102,17 @@ class DeviceLayout:
         for name, part in old.items():
             self._tensor(name).copy_(part)
             setattr(self.struct, name, self.address(name))
-        del self._tables["chunk_counts"], self._tables["block_counts"]
-        self.struct.room, self.struct.chunk_counts = rows, 0
+        del self._tables["own_counts"]
+        self.struct.room = rows
 
     def spare(self, rows: int) -> int:
         """Bytes that `fit` would give back."""
         a_row = 4 * (1 + self.struct.num_topk * (1 + self.struct.expand))
-        return (self.struct.room - rows) * a_row if "chunk_counts" in self._tables else 0
+        return int(self.struct.room - rows) * a_row
 
     def _add(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Makes tables in one block of memory."""
-        sizes = [math.prod(shape) for shape in shapes.values()]
+        sizes = [align(math.prod(shape), 4) for shape in shapes.values()]  # kernels store 16 bytes at once
         block = torch.empty(sum(sizes), dtype=torch.int32, device=self.kept.device)
         at = block.data_ptr()
         for (name, shape), size in zip(shapes.items(), sizes, strict=True):
@@ -257,6 +258,25 @@ class CountsEvent(EventHandle):
         return GpuLayout(self.device_layout, counts, channel.rank, self.number)
 
 
+class _Parts:
+    """Parts of the ring that a layout uses, the same on every rank; see MtLayoutCall in kernels/abi.h.
+
+    Args:
+        bound: tokens a rank at most.
+        num_topk, num_local, num_ranks: of the call.
+
+    Attributes:
+        table_blocks: blocks of tokens that a rank can have.
+        id_bytes, num_bytes: of the ids of a rank, and of these and the counts.
+    """
+
+    def __init__(self, bound: int, num_topk: int, num_local: int, num_ranks: int) -> None:
+        self.table_blocks = max(1, -(-bound // abi.TOKENS))
+        lanes, columns = abi.id_lanes(num_topk), abi.count_columns(num_local)
+        self.id_bytes = align(bound * lanes * 2, 256)
+        self.num_bytes = self.id_bytes + align(num_ranks * self.table_blocks * columns * 2, 256)
+
+
 def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
     """Launches the layout of a call on the comm stream. The bound of tokens is the caller's or DEFAULT_BOUND.
 
@@ -268,9 +288,8 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
     if problem is not None:
         channel.refuse(job.op, problem)
     bound = job.settings["num_max_tokens_per_rank"] or DEFAULT_BOUND
-    num_topk = job.topk_idx.shape[1]
-    list_bytes = align(bound * min(channel.num_ranks, num_topk) * (1 + num_topk) * 4, 256)
-    channel.make_room(abi.RING, 2 * list_bytes, job.op, job.settings)
+    parts = _Parts(bound, job.topk_idx.shape[1], job.settings["num_experts"] // channel.num_ranks, channel.num_ranks)
+    channel.make_room(abi.RING, 2 * parts.num_bytes, job.op, job.settings)
     number, hashed = channel.number(job.op, job.settings, _id_check(job))
     channel.recent_ids.append(job.kept)
     record = channel.records.take(capturing=devices.is_capturing(channel.device))
@@ -282,16 +301,18 @@ def start_layout(channel: GpuChannel, job: LayoutJob) -> CountsEvent:
         if kept.dtype != torch.int64:  # kernels know one width
             kept = given if job.kept is job.topk_idx else torch.empty_like(given)
             job.kept.copy_(job.topk_idx)
-        layout = DeviceLayout(channel, job, kept, bound)
+        layout, at = DeviceLayout(channel, job, kept, bound), ring_half(channel, number)
         call = abi.LayoutCall(
             channel=channel.header(number),
             layout=layout.struct,
-            lists=abi.Place(offset=ring_half(channel, number), segment=abi.RING),
+            ids=abi.Place(offset=at, segment=abi.RING),
+            tables=abi.Place(offset=at + parts.id_bytes, segment=abi.RING),
             given_idx=given.data_ptr(),
-            block_counts=layout.address("block_counts"),
+            own_counts=layout.address("own_counts"),
             record=record.device,
             hash=hashed,
-            num_blocks=max(1, min(64, -(-layout.struct.room // abi.CHUNK))),
+            num_blocks=min(_RECEIVING_BLOCKS, channel.num_ranks * parts.table_blocks),
+            table_blocks=parts.table_blocks,
         )
         channel.library.launch("layout", call, devices.raw_stream(queue.stream))
         made.append(CountsEvent(channel, job, layout, number, record))

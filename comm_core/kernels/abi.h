@@ -5,8 +5,7 @@
 
 constexpr int MT_MAX_RANKS = 64;      // of one scale-up domain
 constexpr int MT_MAX_TOPK = 32;       // one lane of a warp each
-constexpr int MT_CHUNK = 512;         // received rows that one block of the layout kernels handles at a time
-constexpr int MT_TOKENS = 256;        // own tokens that one block of the layout kernels handles
+constexpr int MT_TOKENS = 256;        // tokens that a block of the layout kernel handles at a time
 constexpr int MT_READY = 1024;        // chunks of rows from a rank to another that have a flag
 constexpr int MT_READY_ROWS = 64;     // rows of a chunk, more where there would be more chunks
 constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
@@ -64,6 +63,8 @@ struct MtState {
   uint32_t status;   // of the layout under way
   uint32_t differed; // 1: the fault record names a call that differs
   uint32_t blocks_seq[2];  // low-latency dispatches and combines begun
+  uint32_t left;     // blocks of the layout under way that have ended
+  uint32_t rows_to[MT_MAX_RANKS];  // rows of the layout under way to each rank
 };
 
 // The channel as kernels see it.
@@ -97,7 +98,6 @@ struct MtLayout {
   uint64_t expand_row;    // int32 [room, K], expanded row or -1
   uint64_t expert_counts; // int32 [L]
   uint64_t expert_starts; // int32 [L + 1]; the last is the number of expanded rows
-  uint64_t chunk_counts;  // int32 [chunks of room, L], rows of an expert in a chunk, then before the chunk
   int32_t num_tokens;
   int32_t num_topk;
   int32_t num_local;
@@ -109,15 +109,16 @@ struct MtLayout {
 struct MtLayoutCall {
   MtChannel channel;
   MtLayout layout;
-  MtPlace lists;          // int32 [rows sent, 1 + K] of this rank: token, local ids
+  MtPlace ids;            // uint16 [num_tokens, K rounded up to 8 or 32], ids of this rank's lanes, 0xffff masked
+  MtPlace tables;         // uint16 [R, table_blocks, L + 1 rounded up to 8], by writer: counts of its blocks of tokens for
+                          // each expert of this rank, and for the rank. `ids` and this lie at the same places on all ranks
   uint64_t given_idx;     // int64 [num_tokens, K]; topk_idx is filled from it where it is another
-  uint64_t block_counts;  // int32 [blocks, R], scratch
+  uint64_t own_counts;    // int32 [blocks of num_tokens, R], scratch
   uint64_t record;        // uint32_t*, mapped host memory
-  uint64_t stats;         // int32 [L] or 0: counts are added
   uint32_t hash;
   uint32_t status;
   int32_t num_blocks;     // of the receiving side
-  int32_t padding;
+  int32_t table_blocks;   // blocks of tokens that a rank can have
 };
 
 struct MtDispatchCall {

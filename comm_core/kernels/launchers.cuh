@@ -31,6 +31,16 @@ int launch_reduced(const MtCombineCall& call, const MtReduceCall& lay, Stream st
   return launched();
 }
 
+template <int VECS>
+int launch_layout(const MtLayoutCall& call, Stream stream) {
+  const int laying = call.layout.num_tokens > 0 ? (call.layout.num_tokens + MT_TOKENS - 1) / MT_TOKENS : 1;
+  const int all = 2 * laying + call.num_blocks + 1, at_first = BLOCKS_BEGIN_IN_ORDER ? all : laying;
+  const int shared = layout_shared_bytes<VECS>(call.layout);
+  layout_impl<VECS><<<at_first, MT_TOKENS, shared, stream>>>(call, 0, all);
+  if (at_first < all) layout_impl<VECS><<<all - at_first, MT_TOKENS, shared, stream>>>(call, at_first, all);
+  return launched();
+}
+
 template <typename VEC>
 int launch_region_read(const MtRegionRead& call, Stream stream) {
   region_read_impl<VEC, 4><<<call.num_sms, 512, 0, stream>>>(call);
@@ -151,16 +161,9 @@ int mt_delay(int64_t ticks, void* stream) {
   return mt::launched();
 }
 
-int mt_layout(const MtLayoutCall* given, void* stream_handle) {
-  const MtLayoutCall& call = *given;
-  const mt::Stream stream = mt::stream_of(stream_handle);
-  const int blocks = call.layout.num_tokens > 0 ? (call.layout.num_tokens + MT_TOKENS - 1) / MT_TOKENS : 1;
-  const int shared = MT_CHUNK / mt::WARP * call.layout.num_local * 4;
-  mt::layout_count_impl<<<blocks, MT_TOKENS, 0, stream>>>(call);
-  mt::layout_send_impl<<<blocks, MT_TOKENS, 0, stream>>>(call);
-  mt::layout_recv_impl<<<call.num_blocks, MT_CHUNK, shared, stream>>>(call);
-  if (call.layout.expand) mt::layout_place_impl<<<call.num_blocks, MT_CHUNK, shared, stream>>>(call);
-  return mt::launched();
+int mt_layout(const MtLayoutCall* call, void* stream) {
+  if (call->layout.num_topk <= mt::TokenIds<1>::LANES) return mt::launch_layout<1>(*call, mt::stream_of(stream));
+  return mt::launch_layout<4>(*call, mt::stream_of(stream));
 }
 
 int mt_dispatch(const MtDispatchCall* call, void* stream) {

@@ -1,142 +1,354 @@
-// Layout: where each row goes. Every rank counts its own rows and lists them for each destination; every rank then reads
-// its lists from all, in (source rank, token) order, and finds the expanded row of each lane. The same definition as
+// Layout: where each row goes, in one kernel without a pass over the whole grid. The same definition as
 // comm_core/layout.py. Deterministic: within a block positions come from bit masks, between blocks from sums.
+//
+// Blocks of three kinds, in this order, so that whoever waits waits for blocks that have begun:
+// * One for each 256 own tokens lays their ids down in 16 bits a lane, and writes into the memory of each rank how many
+//   of them have each of its experts, and how many go there at all. The last of these to end sends the headers.
+// * Some read, when all headers are there, the tokens of other ranks 256 at a time. The sums over those tables of counts
+//   say where the rows of a block of tokens begin, among all rows and within each expert, so that no block waits for
+//   another. One more block adds everything up and tells the host.
+// * One for each 256 own tokens finds their positions among the rows to each rank, which nobody waits for.
 #pragma once
 
 #include "sync.cuh"
 
 namespace mt {
 
-// The ranks that own the ids of a token, as bits; bad lanes count as masked and are noted in `bad`.
-__device__ __forceinline__ uint64_t ranks_of(const int64_t* ids, int num_topk, int num_local, int num_ranks, int64_t* kept, bool* bad) {
-  uint64_t ranks = 0;
-  for (int k = 0; k < num_topk; ++k) {
-    int64_t id = ids[k];
-    bool wrong = id < -1 || id >= static_cast<int64_t>(num_local) * num_ranks;
-    for (int j = 0; j < k && !wrong; ++j) wrong = id >= 0 && ids[j] == id;
-    if (wrong) { *bad = true; id = -1; }
-    if (kept) kept[k] = id;
-    if (id >= 0) ranks |= 1ull << (id / num_local);
-  }
-  return ranks;
+constexpr uint32_t NO_ID = 0xffff;             // a masked lane
+constexpr int LAYOUT_WARPS = MT_TOKENS / WARP;
+constexpr int LAYOUT_BINS = 2048;              // counters in shared memory of a block that lays ids down
+
+// 16 bytes a lane, moved at once.
+constexpr int COUNTS_A_VECTOR = 8;
+
+// Columns of a row of counts: one a local expert, the rows of all, and padding to whole vectors.
+__host__ __device__ __forceinline__ constexpr int count_columns(int num_local) {
+  return (num_local + COUNTS_A_VECTOR) / COUNTS_A_VECTOR * COUNTS_A_VECTOR;
 }
 
-// Counts of a block of own tokens for each rank.
-__global__ void __launch_bounds__(MT_TOKENS) layout_count_impl(const MtLayoutCall call) {
-  const MtLayout& layout = call.layout;
-  __shared__ int counts[MT_MAX_RANKS];
-  for (int r = threadIdx.x; r < call.channel.num_ranks; r += blockDim.x) counts[r] = 0;
-  __syncthreads();
-  const int token = blockIdx.x * MT_TOKENS + threadIdx.x, num_topk = layout.num_topk;
-  uint64_t ranks = 0;
-  if (token < layout.num_tokens) {
-    bool bad = false;
-    const int64_t* ids = reinterpret_cast<const int64_t*>(call.given_idx) + static_cast<int64_t>(token) * num_topk;
-    int64_t* kept = call.given_idx == layout.topk_idx
-                        ? nullptr : reinterpret_cast<int64_t*>(layout.topk_idx) + static_cast<int64_t>(token) * num_topk;
-    ranks = ranks_of(ids, num_topk, layout.num_local, call.channel.num_ranks, nullptr, &bad);
-    if (kept) for (int k = 0; k < num_topk; ++k) kept[k] = ids[k];
-    if (bad) atomicOr(&state_of(call.channel)->status, static_cast<uint32_t>(MT_BAD_ID));
-  }
-  for (int r = 0; r < call.channel.num_ranks; ++r) {
-    const uint32_t votes = __ballot_sync(ALL_LANES, (ranks >> r) & 1);
-    if (lane_id() == 0 && votes) atomicAdd(&counts[r], __popc(votes));
-  }
-  __syncthreads();
-  int* out = reinterpret_cast<int*>(call.block_counts) + static_cast<int64_t>(blockIdx.x) * call.channel.num_ranks;
-  for (int r = threadIdx.x; r < call.channel.num_ranks; r += blockDim.x) out[r] = counts[r];
+// Bytes of shared memory that any of the blocks needs.
+template <int VECS>
+int layout_shared_bytes(const MtLayout& layout) {
+  const int columns = count_columns(layout.num_local);
+  const int laying = MT_TOKENS * VECS * 16 + LAYOUT_BINS * 4;
+  const int receiving = 3 * columns * 4 + (layout.expand ? LAYOUT_WARPS * layout.num_local * 6 : 0);
+  return laying > receiving ? laying : receiving;
 }
 
-// Positions of a block of own tokens among the rows to each rank, their list entries, and the header.
-__global__ void __launch_bounds__(MT_TOKENS) layout_send_impl(const MtLayoutCall call) {
-  const MtLayout& layout = call.layout;
-  const MtChannel& channel = call.channel;
-  const int num_ranks = channel.num_ranks, num_topk = layout.num_topk, num_local = layout.num_local;
-  __shared__ int total[MT_MAX_RANKS], before[MT_MAX_RANKS], first[MT_MAX_RANKS];
-  __shared__ int in_warp[MT_TOKENS / WARP][MT_MAX_RANKS];
-  const uint32_t seq = next_seq(channel);
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) total[r] = before[r] = 0;
-  __syncthreads();
-  const int* counts = reinterpret_cast<const int*>(call.block_counts);
-  for (int i = threadIdx.x; i < static_cast<int>(gridDim.x) * num_ranks; i += blockDim.x) {
-    const int count = counts[i];
-    if (count == 0) continue;
-    atomicAdd(&total[i % num_ranks], count);
-    if (i / num_ranks < static_cast<int>(blockIdx.x)) atomicAdd(&before[i % num_ranks], count);
+// The ids of a token, two a word, at constant places so that they stay in registers.
+template <int VECS>
+struct TokenIds {
+  static constexpr int LANES = VECS * COUNTS_A_VECTOR;
+  uint32_t pairs[LANES / 2];
+
+  __device__ __forceinline__ uint32_t operator[](int lane) const { return pairs[lane / 2] >> (lane % 2 * 16) & NO_ID; }
+  __device__ __forceinline__ void mask(int lane) { pairs[lane / 2] |= NO_ID << (lane % 2 * 16); }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < LANES / 2; ++i) pairs[i] = ~0u;
   }
-  const int token = blockIdx.x * MT_TOKENS + threadIdx.x;
-  const bool real = token < layout.num_tokens;
-  const int64_t* ids = reinterpret_cast<const int64_t*>(call.given_idx) + static_cast<int64_t>(real ? token : 0) * num_topk;
-  bool bad = false;
-  const uint64_t ranks = real ? ranks_of(ids, num_topk, num_local, num_ranks, nullptr, &bad) : 0;
-  for (int r = 0; r < num_ranks; ++r) {
-    const uint32_t votes = __ballot_sync(ALL_LANES, (ranks >> r) & 1);
-    if (lane_id() == 0) in_warp[warp_id()][r] = __popc(votes);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0)
-    for (int r = 0, sum = 0; r < num_ranks; ++r) { first[r] = sum; sum += total[r]; }
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x)
-    for (int w = 0, sum = before[r]; w < MT_TOKENS / WARP; ++w) { const int count = in_warp[w][r]; in_warp[w][r] = sum; sum += count; }
-  __syncthreads();
-  int* lane_row = reinterpret_cast<int*>(layout.lane_row) + static_cast<int64_t>(token) * num_topk;
-  int* lists = reinterpret_cast<int*>(segment(channel, call.lists.segment, channel.rank) + call.lists.offset);
-  uint32_t valid = 0, last = 0;
-  for (int r = 0; r < num_ranks; ++r) {
-    const bool goes = (ranks >> r) & 1;
-    const uint32_t votes = __ballot_sync(ALL_LANES, goes);
-    if (!goes) continue;
-    const int position = in_warp[warp_id()][r] + __popc(votes & ((1u << lane_id()) - 1));
-    int* entry = lists + static_cast<int64_t>(first[r] + position) * (1 + num_topk);
-    entry[0] = token;
-    int highest = -1;
-    for (int k = 0; k < num_topk; ++k) {
-      const int64_t id = ids[k];
-      bool here = id >= 0 && id < static_cast<int64_t>(num_local) * num_ranks && id / num_local == r;
-      for (int j = 0; j < k && here && bad; ++j) here = ids[j] != id;
-      entry[1 + k] = here ? static_cast<int>(id - static_cast<int64_t>(r) * num_local) : -1;
-      if (!here) continue;
-      lane_row[k] = position;
-      valid |= 1u << k;
-      highest = k;
+  __device__ __forceinline__ void load(const uint4* from) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const uint4 found = from[v];
+      pairs[4 * v] = found.x, pairs[4 * v + 1] = found.y, pairs[4 * v + 2] = found.z, pairs[4 * v + 3] = found.w;
     }
-    last |= 1u << highest;
   }
-  if (real) {
-    for (int k = 0; k < num_topk; ++k) if (!((valid >> k) & 1)) lane_row[k] = -1;
-    reinterpret_cast<uint32_t*>(layout.last_lanes)[token] = last;
+  __device__ __forceinline__ void store(uint4* to) const {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) to[v] = make_uint4(pairs[4 * v], pairs[4 * v + 1], pairs[4 * v + 2], pairs[4 * v + 3]);
   }
-  if (!is_last_block(channel)) return;
+};
+
+// Stores one number a lane of a row of a table [rows, K]: whole vectors where the lanes fill them.
+template <int LANES>
+__device__ __forceinline__ void store_lanes(uint64_t table, int64_t row, int num_topk, const int (&values)[LANES]) {
+  int* out = reinterpret_cast<int*>(table) + row * num_topk;
+  if (num_topk == LANES) {
+#pragma unroll
+    for (int k = 0; k < LANES; k += 4)
+      reinterpret_cast<int4*>(out)[k / 4] = make_int4(values[k], values[k + 1], values[k + 2], values[k + 3]);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < LANES; ++k)
+    if (k < num_topk) out[k] = values[k];
+}
+
+// The rank that owns an expert, without a division: exact for 16-bit ids and fewer than 2^15 experts a rank.
+struct Owner {
+  uint32_t factor;
+  __device__ __forceinline__ explicit Owner(int num_local) : factor((0x80000000u + num_local - 1) / num_local) {}
+  __device__ __forceinline__ int operator()(uint32_t id) const {
+    return static_cast<int>(static_cast<uint64_t>(id) * factor >> 31);
+  }
+};
+
+// Bits below this lane.
+__device__ __forceinline__ uint32_t lower_lanes() { return (1u << lane_id()) - 1; }
+
+// Where a source lays its counts of a block of tokens down for a reader; the same place in the memory of every rank.
+__device__ __forceinline__ uint4* counts_of(const MtLayoutCall& call, char* tables, int source, int block) {
+  const int64_t row = static_cast<int64_t>(source) * call.table_blocks + block;
+  return reinterpret_cast<uint4*>(tables + call.tables.offset) + row * (count_columns(call.layout.num_local) / COUNTS_A_VECTOR);
+}
+
+// Reads the given ids of this block's tokens into shared memory, and keeps a copy of them. True where one is out of range.
+template <int VECS>
+__device__ __forceinline__ bool read_ids(const MtLayoutCall& call, uint16_t* ids, int first, int count) {
+  constexpr int LANES = TokenIds<VECS>::LANES;
+  const int num_topk = call.layout.num_topk;
+  const int64_t num_experts = static_cast<int64_t>(call.layout.num_local) * call.channel.num_ranks;
+  const int64_t* given = reinterpret_cast<const int64_t*>(call.given_idx) + static_cast<int64_t>(first) * num_topk;
+  int64_t* kept = reinterpret_cast<int64_t*>(call.layout.topk_idx) + static_cast<int64_t>(first) * num_topk;
+  const bool copies = call.given_idx != call.layout.topk_idx;
+  bool bad = false;
+  for (int j0 = 0; j0 < LANES; j0 += 8) {
+    int64_t found[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {  // all loads are under way at once
+      const int at = (j0 + j) * MT_TOKENS + threadIdx.x, token = at / LANES, lane = at % LANES;
+      found[j] = token < count && lane < num_topk ? given[token * num_topk + lane] : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int at = (j0 + j) * MT_TOKENS + threadIdx.x, token = at / LANES, lane = at % LANES;
+      if (copies && token < count && lane < num_topk) kept[token * num_topk + lane] = found[j];
+      bad = bad || found[j] < -1 || found[j] >= num_experts;
+      ids[at] = static_cast<uint16_t>(found[j] >= 0 && found[j] < num_experts ? static_cast<uint32_t>(found[j]) : NO_ID);
+    }
+  }
+  return bad;
+}
+
+// Counts the tokens of this block for some ranks from `first_rank` on, and writes the counts into their memory.
+template <int VECS>
+__device__ __forceinline__ void send_counts(const MtLayoutCall& call, int* bins, char* const* tables, const TokenIds<VECS>& ids,
+                                            uint64_t ranks, int block, int first_rank, int num) {
+  const int num_local = call.layout.num_local, num_ranks = call.channel.num_ranks, columns = count_columns(num_local);
+  const Owner owner(num_local);
+  for (int i = threadIdx.x; i < num * columns; i += blockDim.x) bins[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < TokenIds<VECS>::LANES; ++k) {
+    const uint32_t id = ids[k];
+    const int rank = id == NO_ID ? -1 : owner(id) - first_rank;
+    if (rank >= 0 && rank < num) atomicAdd(&bins[rank * columns + static_cast<int>(id) - (first_rank + rank) * num_local], 1);
+  }
+  for (int r = 0; r < num; ++r) {
+    const uint32_t votes = __ballot_sync(ALL_LANES, ranks >> (first_rank + r) & 1);
+    if (lane_id() == 0 && votes) atomicAdd(&bins[r * columns + num_local], __popc(votes));
+  }
+  __syncthreads();
+  chaos();
+  const int vectors = columns / COUNTS_A_VECTOR;
+  for (int i = threadIdx.x; i < num * vectors; i += blockDim.x) {
+    const int r = i / vectors, v = i % vectors;
+    const int* from = bins + r * columns + v * COUNTS_A_VECTOR;
+    counts_of(call, tables[first_rank + r], call.channel.rank, block)[v] =
+        make_uint4(from[0] | from[1] << 16, from[2] | from[3] << 16, from[4] | from[5] << 16, from[6] | from[7] << 16);
+  }
+  for (int r = threadIdx.x; r < num; r += blockDim.x) {
+    const int rows = bins[r * columns + num_local];
+    reinterpret_cast<int*>(call.own_counts)[static_cast<int64_t>(block) * num_ranks + first_rank + r] = rows;
+    if (rows) atomicAdd(&state_of(call.channel)->rows_to[first_rank + r], static_cast<uint32_t>(rows));
+  }
+  __syncthreads();
+}
+
+// Tells all ranks that this one's counts and ids are laid down; one block, behind all that do so.
+__device__ __forceinline__ void send_headers(const MtLayoutCall& call, uint32_t seq, int* rows_to) {
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks;
+  volatile uint32_t* sums = state_of(channel)->rows_to;
   const uint32_t status = call.status | *reinterpret_cast<volatile uint32_t*>(&state_of(channel)->status);
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    volatile uint32_t* words = header(channel, seq, r, channel.rank);
-    words[MT_NUM_TOKENS] = layout.num_tokens;
-    for (int j = 0; j < num_ranks; ++j) words[MT_COUNTS + j] = total[j];
-    const MtPlace none = {};
-    send_header(channel, seq, r, call.hash, status, call.lists, none, none, 0);
+    rows_to[r] = static_cast<int>(sums[r]);
+    sums[r] = 0;
   }
   __syncthreads();
   if (threadIdx.x == 0) state_of(channel)->status = 0;
+  const MtPlace none = {};
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    volatile uint32_t* words = header(channel, seq, r, channel.rank);
+    words[MT_NUM_TOKENS] = call.layout.num_tokens;
+    for (int j = 0; j < num_ranks; ++j) words[MT_COUNTS + j] = rows_to[j];
+    send_header(channel, seq, r, call.hash, status, call.ids, none, none, 0);
+  }
 }
 
-// The source of received row `row`, by bisection of the first rows of the sources.
-__device__ __forceinline__ int source_of(const int* row_base, int num_ranks, int row) {
+// A block of own tokens: its ids and counts. The last such block sends the headers.
+template <int VECS>
+__device__ __forceinline__ void lay_tokens(const MtLayoutCall& call, uint32_t seq, int block, int num_blocks, char* const* peers,
+                                           char* shared) {
+  constexpr int LANES = TokenIds<VECS>::LANES;
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks, first = block * MT_TOKENS;
+  const int count = call.layout.num_tokens - first < MT_TOKENS ? call.layout.num_tokens - first : MT_TOKENS;
+  uint16_t* in_block = reinterpret_cast<uint16_t*>(shared);
+  int* bins = reinterpret_cast<int*>(shared + MT_TOKENS * VECS * 16);
+  bool bad = read_ids<VECS>(call, in_block, first, count);
+  __syncthreads();
+  TokenIds<VECS> ids;
+  ids.load(reinterpret_cast<const uint4*>(in_block) + threadIdx.x * VECS);
+  const Owner owner(call.layout.num_local);
+  uint64_t ranks = 0;
+#pragma unroll
+  for (int k = 0; k < LANES; ++k) {
+    const uint32_t id = ids[k];
+    bool twice = false;
+#pragma unroll
+    for (int j = 0; j < k; ++j) twice = twice || ids[j] == id;
+    if (id == NO_ID) continue;
+    if (twice) ids.mask(k), bad = true;
+    ranks |= 1ull << owner(id);
+  }
+  if (bad) atomicOr(&state_of(channel)->status, static_cast<uint32_t>(MT_BAD_ID));
+  if (static_cast<int>(threadIdx.x) < count)
+    ids.store(reinterpret_cast<uint4*>(peers[channel.rank] + call.ids.offset) + static_cast<int64_t>(first + threadIdx.x) * VECS);
+  const int at_once = LAYOUT_BINS / count_columns(call.layout.num_local);
+  for (int r = 0; count > 0 && r < num_ranks; r += at_once)
+    send_counts<VECS>(call, bins, peers, ids, ranks, block, r, num_ranks - r < at_once ? num_ranks - r : at_once);
+  __shared__ bool last;
+  fence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&state_of(channel)->ticket, 1u) == static_cast<uint32_t>(num_blocks) - 1;
+    fence_device();
+  }
+  __syncthreads();
+  if (!last) return;
+  if (threadIdx.x == 0) state_of(channel)->ticket = 0;
+  send_headers(call, seq, bins);
+}
+
+// A block of own tokens again, when all of them are counted: positions of the lanes among the rows to their ranks.
+template <int VECS>
+__device__ __forceinline__ void place_tokens(const MtLayoutCall& call, uint32_t seq, int block, char* const* peers, char* shared) {
+  constexpr int LANES = TokenIds<VECS>::LANES;
+  const MtLayout& layout = call.layout;
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks, token = block * MT_TOKENS + threadIdx.x;
+  int* before = reinterpret_cast<int*>(shared);
+  uint32_t* votes = reinterpret_cast<uint32_t*>(before + MT_MAX_RANKS);                      // [warps][R]
+  int* positions = reinterpret_cast<int*>(votes + LAYOUT_WARPS * MT_MAX_RANKS);  // of the first row of a warp
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) before[r] = 0;
+  bool came = true;
+  if (threadIdx.x == 0) came = wait_flag(channel, header(channel, seq, channel.rank, channel.rank) + MT_SEQ, seq, channel.rank);
+  if (!__syncthreads_and(came)) return;
+  chaos();
+  TokenIds<VECS> ids;
+  ids.clear();
+  if (token < layout.num_tokens)
+    ids.load(reinterpret_cast<const uint4*>(peers[channel.rank] + call.ids.offset) + static_cast<int64_t>(token) * VECS);
+  const volatile int* counts = reinterpret_cast<const volatile int*>(call.own_counts);
+  for (int i = threadIdx.x; i < block * num_ranks; i += blockDim.x) {
+    const int rows = counts[i];
+    if (rows) atomicAdd(&before[i % num_ranks], rows);
+  }
+  const Owner owner(layout.num_local);
+  uint64_t ranks = 0;
+#pragma unroll
+  for (int k = 0; k < LANES; ++k)
+    if (ids[k] != NO_ID) ranks |= 1ull << owner(ids[k]);
+  for (int r = 0; r < num_ranks; ++r) {
+    const uint32_t mask = __ballot_sync(ALL_LANES, ranks >> r & 1);
+    if (lane_id() == 0) votes[warp_id() * num_ranks + r] = mask;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x)
+    for (int w = 0, sum = before[r]; w < LAYOUT_WARPS; ++w) {
+      positions[w * num_ranks + r] = sum;
+      sum += __popc(votes[w * num_ranks + r]);
+    }
+  __syncthreads();
+  if (token >= layout.num_tokens) return;
+  uint32_t last = 0;
+  int rows[LANES];
+#pragma unroll
+  for (int k = LANES - 1; k >= 0; --k) {
+    rows[k] = -1;
+    if (ids[k] == NO_ID) continue;
+    const int rank = owner(ids[k]), at = warp_id() * num_ranks + rank;
+    rows[k] = positions[at] + __popc(votes[at] & lower_lanes());
+    if (ranks >> rank & 1) last |= 1u << k;  // no lane behind it was of this rank
+    ranks &= ~(1ull << rank);
+  }
+  store_lanes(layout.lane_row, token, layout.num_topk, rows);
+  reinterpret_cast<uint32_t*>(layout.last_lanes)[token] = last;
+}
+
+// What all ranks said in their headers, in shared memory of a block.
+struct Said {
+  int first_block[MT_MAX_RANKS + 1];  // of the blocks of tokens of all ranks, in the order of the ranks
+  int row_base[MT_MAX_RANKS + 1];
+  int tokens[MT_MAX_RANKS];
+  int rows[MT_MAX_RANKS];
+  int silent;                         // 1: one did not come
+  int differ;                         // 1: nothing may move
+};
+
+// Waits for the headers of all ranks.
+__device__ __forceinline__ void hear(const MtLayoutCall& call, uint32_t seq, Said& said) {
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks;
+  if (threadIdx.x == 0) said.silent = said.differ = 0;
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
+    const bool came = wait_flag(channel, words + MT_SEQ, seq, r);
+    const uint32_t hash = words[MT_HASH], status = words[MT_STATUS], tokens = words[MT_NUM_TOKENS];
+    const uint32_t rows = words[MT_COUNTS + channel.rank];
+    said.tokens[r] = static_cast<int>(tokens);
+    said.rows[r] = static_cast<int>(rows);
+    if (!came) said.silent = 1;
+    if (!came || hash != call.hash || (status & MT_REFUSED)) said.differ = 1;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x) {
+    int block = 0, row = 0;
+    for (int j = 0; j < r && !said.differ; ++j) block += (said.tokens[j] + MT_TOKENS - 1) / MT_TOKENS, row += said.rows[j];
+    said.first_block[r] = block;
+    said.row_base[r] = row;
+  }
+  __syncthreads();
+}
+
+// The source of a block of tokens, or of a row, by bisection of the first ones of the sources.
+__device__ __forceinline__ int source_of(const int* firsts, int num_ranks, int index) {
   int low = 0, high = num_ranks;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (row_base[middle] <= row) low = middle; else high = middle;
+    if (firsts[middle] <= index) low = middle; else high = middle;
   }
   return low;
 }
 
-// Notes, as bits [MT_CHUNK / WARP][L] in shared memory, which rows of a chunk go to which expert.
-__device__ __forceinline__ void note_experts(uint32_t* bits, const int* ids, bool real, int num_topk, int num_local) {
-  for (int i = threadIdx.x; i < MT_CHUNK / WARP * num_local; i += blockDim.x) bits[i] = 0;
-  __syncthreads();
-  if (real)
-    for (int k = 0; k < num_topk; ++k)
-      if (ids[k] >= 0) atomicOr(&bits[warp_id() * num_local + ids[k]], 1u << lane_id());
-  __syncthreads();
+// Adds up the counts of all blocks of tokens, and of those before block `limit`, from column `first_column` on.
+__device__ __forceinline__ void add_counts(const MtLayoutCall& call, char* tables, const Said& said, int limit, int first_column,
+                                           int* before, int* total) {
+  const int num_ranks = call.channel.num_ranks, first_vector = first_column / COUNTS_A_VECTOR;
+  const int vectors = count_columns(call.layout.num_local) / COUNTS_A_VECTOR - first_vector;
+  const int at_once = blockDim.x / vectors, slot = threadIdx.x / vectors, vector = first_vector + threadIdx.x % vectors;
+  if (slot >= at_once) return;
+  int sums[COUNTS_A_VECTOR] = {}, low[COUNTS_A_VECTOR] = {};
+#pragma unroll 4
+  for (int i = slot; i < said.first_block[num_ranks]; i += at_once) {
+    const int source = source_of(said.first_block, num_ranks, i);
+    const uint4 found = counts_of(call, tables, source, i - said.first_block[source])[vector];
+    const uint32_t pairs[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+    for (int c = 0; c < COUNTS_A_VECTOR; ++c) {
+      const int count = static_cast<int>(pairs[c / 2] >> (c % 2 * 16) & 0xffff);
+      sums[c] += count;
+      low[c] += i < limit ? count : 0;
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COUNTS_A_VECTOR; ++c) {
+    if (sums[c]) atomicAdd(&total[vector * COUNTS_A_VECTOR + c], sums[c]);
+    if (low[c]) atomicAdd(&before[vector * COUNTS_A_VECTOR + c], low[c]);
+  }
 }
 
 // Inclusive sum over the lanes of a warp.
@@ -148,141 +360,194 @@ __device__ __forceinline__ int warp_sum_up(int value) {
   return value;
 }
 
-// Turns rows of an expert in each chunk into rows before the chunk, and fills counts and first rows of the experts.
-__device__ __forceinline__ void place_experts(const MtLayout& layout, int num_chunks, int* totals) {
-  volatile int* counts = reinterpret_cast<volatile int*>(layout.chunk_counts);
-  const int num_local = layout.num_local, num_warps = blockDim.x / WARP;
-  for (int e = warp_id(); e < num_local; e += num_warps) {
-    int before = 0;
-    for (int c0 = 0; c0 < num_chunks; c0 += WARP) {
-      const int c = c0 + lane_id();
-      const int count = c < num_chunks ? counts[static_cast<int64_t>(c) * num_local + e] : 0;
-      const int sum = warp_sum_up(count);
-      if (c < num_chunks) counts[static_cast<int64_t>(c) * num_local + e] = before + sum - count;
-      before += __shfl_sync(ALL_LANES, sum, WARP - 1);
-    }
-    if (lane_id() == 0) totals[e] = before;
+// First expanded rows of the experts from their counts, one warp: starts[e] of each, and the number of all.
+__device__ __forceinline__ int start_experts(const int* total, int num_local, int alignment, int* starts) {
+  const int each = (num_local + WARP - 1) / WARP, first = lane_id() * each;
+  const int end = first + each < num_local ? first + each : num_local;
+  int sum = 0;
+  for (int e = first; e < end; ++e) {
+    starts[e] = sum;
+    sum += (total[e] + alignment - 1) / alignment * alignment;
   }
-  __syncthreads();
-  if (warp_id() == 0) {
-    int start = 0;
-    for (int e0 = 0; e0 < num_local; e0 += WARP) {
-      const int e = e0 + lane_id(), count = e < num_local ? totals[e] : 0;
-      const int aligned = (count + layout.alignment - 1) / layout.alignment * layout.alignment;
-      const int sum = warp_sum_up(aligned);
-      if (e < num_local) {
-        reinterpret_cast<int*>(layout.expert_counts)[e] = count;
-        reinterpret_cast<int*>(layout.expert_starts)[e] = start + sum - aligned;
-      }
-      start += __shfl_sync(ALL_LANES, sum, WARP - 1);
-    }
-    if (lane_id() == 0) reinterpret_cast<int*>(layout.expert_starts)[num_local] = start;
-  }
-  __syncthreads();
+  const int until = warp_sum_up(sum);
+  for (int e = first; e < end; ++e) starts[e] += until - sum;
+  return __shfl_sync(ALL_LANES, until, WARP - 1);
 }
 
-// What the host waits for: counts, or why there are none.
-__device__ __forceinline__ void write_record(const MtLayoutCall& call, uint32_t seq, const int* totals, int rows, bool differ) {
+// What the host waits for: counts, or why there are none. One block.
+__device__ __forceinline__ void write_record(const MtLayoutCall& call, uint32_t seq, const Said& said, const int* total, int expanded) {
   const MtChannel& channel = call.channel;
   const int num_ranks = channel.num_ranks;
   volatile uint32_t* record = reinterpret_cast<volatile uint32_t*>(call.record);
-  uint32_t status = 0;
-  for (int r = 0; r < num_ranks; ++r) status |= header(channel, seq, channel.rank, r)[MT_STATUS];
+  __shared__ uint32_t status;
+  if (threadIdx.x == 0) status = 0;
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
+    const uint32_t found = words[MT_STATUS];
+    if (found) atomicOr(&status, found);
+    record[MT_REC_TABLES + r] = words[MT_NUM_TOKENS];
+  }
   for (int i = threadIdx.x; i < num_ranks * num_ranks; i += blockDim.x)
     record[MT_REC_TABLES + num_ranks + i] = header(channel, seq, channel.rank, i / num_ranks)[MT_COUNTS + i % num_ranks];
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x)
-    record[MT_REC_TABLES + r] = header(channel, seq, channel.rank, r)[MT_NUM_TOKENS];
   for (int e = threadIdx.x; e < call.layout.num_local; e += blockDim.x)
-    record[MT_REC_TABLES + num_ranks + num_ranks * num_ranks + e] = totals[e];
+    record[MT_REC_TABLES + num_ranks + num_ranks * num_ranks + e] = total[e];
+  __syncthreads();
   if (threadIdx.x == 0) {
-    if (differ || status != MT_OK) note_difference(channel);
+    if (said.differ || status != MT_OK) note_difference(channel);
     record[MT_REC_STATUS] = status;
-    record[MT_REC_DIFFERENT] = differ;
-    record[MT_REC_ROWS] = rows;
-    record[MT_REC_EXPANDED] = reinterpret_cast<int*>(call.layout.expert_starts)[call.layout.num_local];
+    record[MT_REC_DIFFERENT] = said.differ;
+    record[MT_REC_ROWS] = said.row_base[num_ranks];
+    record[MT_REC_EXPANDED] = expanded;
   }
   fence_system();
   __syncthreads();
   if (threadIdx.x == 0) raise_flag(record + MT_REC_SEQ, 1);
 }
 
-// Reads the lists of all ranks for this one, and counts the rows of the local experts.
-__global__ void __launch_bounds__(MT_CHUNK) layout_recv_impl(const MtLayoutCall call) {
-  extern __shared__ uint32_t bits[];
+// The block that adds everything up: tables of the whole layout, and the record.
+__device__ __forceinline__ void sum_up(const MtLayoutCall& call, uint32_t seq, const Said& said, const int* total, int* starts) {
   const MtLayout& layout = call.layout;
   const MtChannel& channel = call.channel;
-  const int num_ranks = channel.num_ranks, num_topk = layout.num_topk, num_local = layout.num_local;
-  __shared__ int row_base[MT_MAX_RANKS + 1];
-  __shared__ const int* lists[MT_MAX_RANKS];
-  const uint32_t seq = next_seq(channel);
-  const bool came = wait_headers(channel, seq), differ = came && headers_differ(channel, seq), moves = came && !differ;
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
-    int64_t skip = 0;
-    for (int j = 0; j < channel.rank; ++j) skip += words[MT_COUNTS + j];
-    lists[r] = moves ? reinterpret_cast<const int*>(announced(channel, words + MT_X, r)) + skip * (1 + num_topk) : nullptr;
-    row_base[r + 1] = moves ? words[MT_COUNTS + channel.rank] : 0;
+  const int num_ranks = channel.num_ranks, num_local = layout.num_local;
+  __shared__ int expanded;
+  if (warp_id() == 0) {
+    const int end = start_experts(total, num_local, layout.alignment, starts);
+    if (lane_id() == 0) expanded = end;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    row_base[0] = 0;
-    for (int r = 0; r < num_ranks; ++r) row_base[r + 1] += row_base[r];
-  }
-  __syncthreads();
-  const int rows = row_base[num_ranks], num_chunks = (rows + MT_CHUNK - 1) / MT_CHUNK;
-  for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const int row = chunk * MT_CHUNK + threadIdx.x;
-    int* ids = reinterpret_cast<int*>(layout.local_idx) + static_cast<int64_t>(row) * num_topk;
-    if (row < rows) {
-      const int source = source_of(row_base, num_ranks, row);
-      const int* entry = lists[source] + static_cast<int64_t>(row - row_base[source]) * (1 + num_topk);
-      reinterpret_cast<int*>(layout.recv_token)[row] = entry[0];
-      for (int k = 0; k < num_topk; ++k) ids[k] = entry[1 + k];
-    }
-    note_experts(bits, ids, row < rows, num_topk, num_local);
-    for (int e = threadIdx.x; e < num_local; e += blockDim.x) {
-      int count = 0;
-      for (int w = 0; w < MT_CHUNK / WARP; ++w) count += __popc(bits[w * num_local + e]);
-      reinterpret_cast<int*>(layout.chunk_counts)[static_cast<int64_t>(chunk) * num_local + e] = count;
-    }
-    __syncthreads();
-  }
-  if (!is_last_block(channel)) return;
-  int* totals = reinterpret_cast<int*>(bits);
-  for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x) reinterpret_cast<int*>(layout.row_base)[r] = row_base[r];
+  if (!said.silent) write_record(call, seq, said, total, expanded);
+  for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x) reinterpret_cast<int*>(layout.row_base)[r] = said.row_base[r];
   for (int i = threadIdx.x; i < num_ranks * num_ranks; i += blockDim.x)
-    reinterpret_cast<int*>(layout.matrix)[i] = moves ? header(channel, seq, channel.rank, i / num_ranks)[MT_COUNTS + i % num_ranks] : 0;
-  place_experts(layout, num_chunks, totals);
-  if (call.stats)
-    for (int e = threadIdx.x; e < num_local; e += blockDim.x) reinterpret_cast<int*>(call.stats)[e] += totals[e];
-  if (came) write_record(call, seq, totals, rows, differ);
-  if (threadIdx.x == 0) state_of(channel)->seq = seq;
+    reinterpret_cast<int*>(layout.matrix)[i] =
+        said.differ ? 0 : header(channel, seq, channel.rank, i / num_ranks)[MT_COUNTS + i % num_ranks];
+  for (int e = threadIdx.x; e < num_local; e += blockDim.x) {
+    reinterpret_cast<int*>(layout.expert_counts)[e] = total[e];
+    reinterpret_cast<int*>(layout.expert_starts)[e] = starts[e];
+  }
+  if (threadIdx.x == 0) reinterpret_cast<int*>(layout.expert_starts)[num_local] = expanded;
 }
 
-// Expanded row of each lane.
-__global__ void __launch_bounds__(MT_CHUNK) layout_place_impl(const MtLayoutCall call) {
-  extern __shared__ uint32_t bits[];
+// The ids of token `threadIdx.x` of a block of tokens of all ranks, masked where there is none.
+template <int VECS>
+__device__ __forceinline__ void read_block(const MtLayoutCall& call, const Said& said, char* const* peers, int block,
+                                           TokenIds<VECS>& ids, int* token) {
+  const int source = source_of(said.first_block, call.channel.num_ranks, block);
+  *token = (block - said.first_block[source]) * MT_TOKENS + static_cast<int>(threadIdx.x);
+  ids.clear();
+  if (*token < said.tokens[source])
+    ids.load(reinterpret_cast<const uint4*>(peers[source] + call.ids.offset) + static_cast<int64_t>(*token) * VECS);
+}
+
+// Received rows of some blocks of tokens, one behind the other: part `part` of `parts`. The last part but one more sums up.
+template <int VECS>
+__device__ __forceinline__ void receive(const MtLayoutCall& call, uint32_t seq, int part, int parts, char* const* peers, char* shared) {
+  constexpr int LANES = TokenIds<VECS>::LANES;
   const MtLayout& layout = call.layout;
-  const int num_topk = layout.num_topk, num_local = layout.num_local;
-  const int rows = reinterpret_cast<const int*>(layout.row_base)[call.channel.num_ranks];
-  const int* starts = reinterpret_cast<const int*>(layout.expert_starts);
-  for (int chunk = blockIdx.x; chunk * MT_CHUNK < rows; chunk += gridDim.x) {
-    const int row = chunk * MT_CHUNK + threadIdx.x;
-    const int* ids = reinterpret_cast<const int*>(layout.local_idx) + static_cast<int64_t>(row) * num_topk;
-    note_experts(bits, ids, row < rows, num_topk, num_local);
-    const int* before = reinterpret_cast<const int*>(layout.chunk_counts) + static_cast<int64_t>(chunk) * num_local;
-    int* out = reinterpret_cast<int*>(layout.expand_row) + static_cast<int64_t>(row) * num_topk;
-    for (int k = 0; row < rows && k < num_topk; ++k) {
-      const int e = ids[k];
-      int place = -1;
-      if (e >= 0) {
-        place = starts[e] + before[e] + __popc(bits[warp_id() * num_local + e] & ((1u << lane_id()) - 1));
-        for (int w = 0; w < warp_id(); ++w) place += __popc(bits[w * num_local + e]);
+  const int num_local = layout.num_local, num_topk = layout.num_topk, columns = count_columns(num_local), rank = call.channel.rank;
+  const bool sums = part == parts, expand = layout.expand && !sums;
+  int* before = reinterpret_cast<int*>(shared);
+  int* total = before + columns;
+  int* starts = total + columns;  // next expanded row of each expert
+  uint32_t* bits = reinterpret_cast<uint32_t*>(starts + columns);                             // [warps][L], tokens of an expert
+  uint16_t* earlier = reinterpret_cast<uint16_t*>(bits + LAYOUT_WARPS * num_local);  // [warps][L], rows of earlier warps
+  __shared__ Said said;
+  __shared__ int in_warp[LAYOUT_WARPS];
+  for (int c = threadIdx.x; c < 2 * columns; c += blockDim.x) before[c] = 0;
+  for (int i = threadIdx.x; expand && i < LAYOUT_WARPS * num_local; i += blockDim.x) bits[i] = 0;
+  hear(call, seq, said);
+  chaos();
+  const int blocks = said.first_block[call.channel.num_ranks], end = sums ? 0 : blocks * (part + 1) / parts;
+  int block = sums ? 0 : blocks * part / parts, token = 0;
+  if (!sums && block == end) return;
+  TokenIds<VECS> next;
+  int next_token = 0;
+  if (!sums) read_block<VECS>(call, said, peers, block, next, &next_token);
+  add_counts(call, peers[rank], said, block, expand || sums ? 0 : num_local, before, total);
+  if (sums) {
+    __syncthreads();
+    sum_up(call, seq, said, total, starts);
+    return;
+  }
+  for (bool first = true; block < end; ++block, first = false) {
+    TokenIds<VECS> ids = next;
+    token = next_token;
+    int local[LANES];
+    bool mine = false;
+#pragma unroll
+    for (int k = 0; k < LANES; ++k) {
+      const uint32_t expert = ids[k] - static_cast<uint32_t>(rank * num_local);  // NO_ID is beyond the experts of all
+      local[k] = expert < static_cast<uint32_t>(num_local) ? static_cast<int>(expert) : -1;
+      mine = mine || local[k] >= 0;
+      if (expand && local[k] >= 0) atomicOr(&bits[warp_id() * num_local + local[k]], 1u << lane_id());
+    }
+    const uint32_t votes = __ballot_sync(ALL_LANES, mine);
+    if (lane_id() == 0) in_warp[warp_id()] = __popc(votes);
+    if (block + 1 < end) read_block<VECS>(call, said, peers, block + 1, next, &next_token);
+    __syncthreads();
+    if (first && expand && warp_id() == LAYOUT_WARPS - 1) {
+      start_experts(total, num_local, layout.alignment, starts);
+      __syncwarp(ALL_LANES);
+      for (int e = lane_id(); e < num_local; e += WARP) starts[e] += before[e];
+    }
+    for (int e = threadIdx.x; expand && e < num_local; e += blockDim.x)
+      for (int w = 0, sum = 0; w < LAYOUT_WARPS; ++w) {
+        earlier[w * num_local + e] = static_cast<uint16_t>(sum);
+        sum += __popc(bits[w * num_local + e]);
       }
-      out[k] = place;
+    __syncthreads();
+    int64_t row = before[num_local] + __popc(votes & lower_lanes()), all = 0;
+    for (int w = 0; w < LAYOUT_WARPS; ++w) {
+      row += w < warp_id() ? in_warp[w] : 0;
+      all += in_warp[w];
+    }
+    if (mine) {
+      reinterpret_cast<int*>(layout.recv_token)[row] = token;
+      store_lanes(layout.local_idx, row, num_topk, local);
+      if (expand) {
+        int places[LANES];
+#pragma unroll
+        for (int k = 0; k < LANES; ++k) {
+          const int at = warp_id() * num_local + local[k];
+          places[k] = local[k] < 0 ? -1 : starts[local[k]] + earlier[at] + __popc(bits[at] & lower_lanes());
+        }
+        store_lanes(layout.expand_row, row, num_topk, places);
+      }
+    }
+    if (block + 1 == end) break;
+    __syncthreads();
+    if (threadIdx.x == 0) before[num_local] += static_cast<int>(all);
+    for (int e = threadIdx.x; expand && e < num_local; e += blockDim.x) {
+      const int at = (LAYOUT_WARPS - 1) * num_local + e;
+      starts[e] += earlier[at] + __popc(bits[at]);
+      for (int w = 0; w < LAYOUT_WARPS; ++w) bits[w * num_local + e] = 0;
     }
     __syncthreads();
   }
+}
+
+// Blocks from number `first` on, of all that a layout takes: see above.
+template <int VECS>
+__global__ void __launch_bounds__(MT_TOKENS) layout_impl(const MtLayoutCall call, int first, int num_all) {
+  extern __shared__ uint4 layout_memory[];
+  char* shared = reinterpret_cast<char*>(layout_memory);
+  const MtChannel& channel = call.channel;
+  __shared__ char* peers[MT_MAX_RANKS];
+  const uint32_t seq = next_seq(channel);
+  for (int r = threadIdx.x; r < channel.num_ranks; r += blockDim.x) peers[r] = segment(channel, call.ids.segment, r);
+  __syncthreads();
+  const int num_laying = (num_all - call.num_blocks - 1) / 2;
+  const int block = static_cast<int>(blockIdx.x) + first, receiver = block - num_laying, placing = receiver - call.num_blocks - 1;
+  if (receiver < 0)
+    lay_tokens<VECS>(call, seq, block, num_laying, peers, shared);
+  else if (placing < 0)
+    receive<VECS>(call, seq, receiver, call.num_blocks, peers, shared);
+  else
+    place_tokens<VECS>(call, seq, placing, peers, shared);
+  __syncthreads();  // all threads of all blocks have read the number of the operation before it is raised
+  if (threadIdx.x != 0 || atomicAdd(&state_of(channel)->left, 1u) != static_cast<uint32_t>(num_all) - 1) return;
+  state_of(channel)->left = 0;
+  state_of(channel)->seq = seq;
 }
 
 }  // namespace mt

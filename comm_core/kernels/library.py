@@ -15,7 +15,7 @@ from comm_core.kernels import build
 from comm_core.runtime.errors import CommError
 
 MAX_RANKS, MAX_TOPK, MAX_LOCAL_EXPERTS, MAX_POOLS = 64, 32, 768, 64
-CHUNK, TOKENS, HEADER_WORDS = 512, 256, 128
+TOKENS, HEADER_WORDS = 256, 128
 CONTROL, RING, POOL, BLOCKS, SEGMENTS = 0, 1, 2, 3, 4
 # Words of the record of a layout and of the fault record: see abi.h.
 REC_SEQ, REC_STATUS, REC_DIFFERENT, REC_ROWS, REC_EXPANDED, REC_TABLES = 0, 1, 2, 3, 4, 8
@@ -43,14 +43,14 @@ Layout = _struct(
     "Layout",
     **_pointers(
         "topk_idx", "lane_row", "last_lanes", "matrix", "row_base", "recv_token", "local_idx", "expand_row",
-        "expert_counts", "expert_starts", "chunk_counts",
+        "expert_counts", "expert_starts",
     ),
     num_tokens=_I32, num_topk=_I32, num_local=_I32, alignment=_I32, expand=_I32, room=_I32,
 )  # fmt: skip
 LayoutCall = _struct(
-    "LayoutCall", channel=Channel, layout=Layout, lists=Place,
-    **_pointers("given_idx", "block_counts", "record", "stats"),
-    hash=_U32, status=_U32, num_blocks=_I32, padding=_I32,
+    "LayoutCall", channel=Channel, layout=Layout, ids=Place, tables=Place,
+    **_pointers("given_idx", "own_counts", "record"),
+    hash=_U32, status=_U32, num_blocks=_I32, table_blocks=_I32,
 )  # fmt: skip
 DispatchCall = _struct(
     "DispatchCall", channel=Channel, layout=Layout, x=Place, weights=Place, scales=Place,
@@ -94,7 +94,7 @@ RegionRead = _struct(
 )  # fmt: skip
 BarrierCall = _struct("BarrierCall", channel=Channel, hash=_U32, status=_U32)
 State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, differed=_U32,
-    blocks_seq=_U32 * 2,
+    blocks_seq=_U32 * 2, left=_U32, rows_to=_U32 * MAX_RANKS,
 )  # fmt: skip
 AT_STATE = 2 * MAX_RANKS * HEADER_WORDS * 4 + MAX_RANKS * 4
 AT_PEERS = AT_STATE + 4096
@@ -119,6 +119,16 @@ _SIZES = [
     CONTROL_BYTES,
     AT_STATE,
 ]
+
+
+def id_lanes(num_topk: int) -> int:
+    """Lanes of a token's ids as a layout lays them down: those that kernels are made for."""
+    return 8 if num_topk <= 8 else MAX_TOPK
+
+
+def count_columns(num_local: int) -> int:
+    """Counts of a block of tokens: one a local expert, one for the rank, in whole vectors of 8."""
+    return (num_local + 8) // 8 * 8
 
 
 class Library:

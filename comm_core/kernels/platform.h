@@ -56,6 +56,13 @@ __device__ __forceinline__ void store_flag(volatile uint32_t* flag, uint32_t val
 #endif
 }
 
+// True where blocks of a kernel begin in the order of their numbers, so that a block may wait for a lower one.
+#if defined(MT_MOE_MUSA) || defined(MT_MOE_PORTABLE)
+constexpr bool BLOCKS_BEGIN_IN_ORDER = false;
+#else
+constexpr bool BLOCKS_BEGIN_IN_ORDER = true;
+#endif
+
 // Ticks of a timer of the device, for timeouts and pacing.
 __device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
 

@@ -250,7 +250,7 @@ def test_torch_has_a_device_of_the_kind_while_it_is_played(ranks: Pool) -> None:
 def test_the_twin_has_the_methods_and_words_of_the_library() -> None:
     public = {name for name in vars(Library) if not name.startswith("_")}
     assert public <= {name for name in vars(TwinLibrary) if not name.startswith("_")} | {"path"}
-    assert (word("MAX_RANKS"), word("CHUNK"), word("TOKENS")) == (abi.MAX_RANKS, abi.CHUNK, abi.TOKENS)
+    assert (word("MAX_RANKS"), word("TOKENS")) == (abi.MAX_RANKS, abi.TOKENS)
     assert [word(f"REC_{name}") for name in ("SEQ", "STATUS", "DIFFERENT", "ROWS", "EXPANDED", "TABLES")] == [
         abi.REC_SEQ, abi.REC_STATUS, abi.REC_DIFFERENT, abi.REC_ROWS, abi.REC_EXPANDED, abi.REC_TABLES,
     ]  # fmt: skip

@@ -175,7 +175,7 @@ def test_what_musa_sees_of_the_platform_file_keeps_the_rules(tmp_path: Path) -> 
         done = _check_musa(tmp_path, "-E")
         assert done.returncode == 0, done.stderr
         text = _ours(done.stdout, (path.name for path in build.sources()))
-        assert "fence_system" in text and "layout_count_impl" in text
+        assert "fence_system" in text and "layout_impl" in text
         found = kernel_rules.findings(text, "expanded")
         return [finding for finding in found if not finding.partition(" ")[2].startswith(allowed)]
 
@@ -231,7 +231,7 @@ def test_a_spill_or_a_stack_frame_in_a_copy_loop_is_found() -> None:
     assert _misfits([fine]) == []
     for change in ({"stack": 8}, {"spill_stores": 4}, {"spill_loads": 4}):
         assert len(_misfits([fine, replace(fine, **change)])) == 1
-    assert _misfits([replace(fine, kernel="layout_send_impl", stack=8)]) == []
+    assert _misfits([replace(fine, kernel="layout_impl", stack=8)]) == []
 
 
 def test_the_library_loads_without_a_gpu_and_has_every_function(built: build.Library) -> None:

@@ -131,16 +131,17 @@ class TwinLibrary:
         if name != "layout":
             self._queue(name, _SPANS[name](self, call), stream, lambda: _KERNELS[name](call))
             return
-        # Who has read the record knows that all but the last kernel is done.
+        # Who has read the record knows what it tells, not that the tables are there.
         handed: queue.SimpleQueue[Clock] = queue.SimpleQueue()
         counted = self._queue(name, _layout_spans(call), stream, lambda: self._count(call, handed))
         handed.put(counted)
         self._recorded[self._on_host(call.record)] = counted
-        self._queue("layout place", _place_spans(call), stream, lambda: layout.place(call))
+        flipped = self.flipped
+        self._queue("layout tables", _table_spans(call), stream, lambda: layout.place(call, flipped))
 
     def _count(self, call: Any, handed: queue.SimpleQueue[Clock]) -> None:
         """Who is told by the fault record that a layout differs knows that its ids are there, too."""
-        if not layout.count(call, self.flipped):
+        if not layout.count(call):
             self._device.order.host_waited(handed.get())
 
     def launch_half(self, half: str, call: Any, kind: int, sms: int, stream: int) -> None:
@@ -255,23 +256,21 @@ def _tables(call: Any, num_ranks: int, write: bool, names: tuple[str, ...] = ())
 
 def _layout_spans(call: Any) -> list[Span]:
     num_ranks, num_local = call.channel.num_ranks, call.layout.num_local
-    blocks = max(1, -(-call.layout.num_tokens // abi.TOKENS))
+    blocks = -(-call.layout.num_tokens // abi.TOKENS)
     record = abi.REC_TABLES + num_ranks * (num_ranks + 1) + num_local
-    own = {"expand_row", "topk_idx"} if call.given_idx == call.layout.topk_idx else {"expand_row"}
+    num_bytes = call.layout.num_tokens * call.layout.num_topk * 8
     return [
-        *_tables(call, num_ranks, True, tuple(field[0] for field in abi.Layout._fields_ if field[0] not in own)),
-        Span(call.given_idx, call.layout.num_tokens * call.layout.num_topk * 8, False),
-        Span(call.block_counts, blocks * num_ranks * 4, True),
+        Span(call.given_idx, num_bytes, False),
+        Span(call.layout.topk_idx, num_bytes if call.given_idx != call.layout.topk_idx else 0, True),
+        Span(call.own_counts, blocks * num_ranks * 4, True),
         Span(call.record, record * 4, True),
-        Span(call.stats, num_local * 4 if call.stats else 0, True),
         *_channel(call),
     ]
 
 
-def _place_spans(call: Any) -> list[Span]:
-    num_ranks = call.channel.num_ranks
-    names = ("row_base", "local_idx", "chunk_counts", "expert_starts")
-    return [*_tables(call, num_ranks, True, ("expand_row",)), *_tables(call, num_ranks, False, names)]
+def _table_spans(call: Any) -> list[Span]:
+    names = tuple(name for name in layout.tables(call.layout, call.channel.num_ranks) if name != "topk_idx")
+    return [*_tables(call, call.channel.num_ranks, True, names), *_channel(call)]
 
 
 def _channel(call: Any) -> list[Span]:
