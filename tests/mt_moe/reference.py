@@ -23,11 +23,17 @@ def route_token(logits: Tensor, bias: list[float], config: MoEConfig) -> tuple[l
     best = sorted(range(config.num_groups), key=lambda g: value[g], reverse=True)[: config.num_topk_groups]
     candidates = [e for g in best for e in groups[g]]
     experts = sorted(candidates, key=lambda e: choice[e], reverse=True)[: config.num_topk]
+    return experts, weights_of(logits, experts, config)
+
+
+def weights_of(logits: Tensor, experts: list[int], config: MoEConfig) -> list[Tensor]:
+    """The weights of one token's experts, whichever chose them."""
+    scores = torch.sigmoid(logits) if config.score == "sigmoid" else torch.exp(logits) / torch.exp(logits).sum()
     weights = [scores[e] for e in experts]
     if config.normalize_weights and len(weights) > 1:
         total = torch.stack(weights).sum()
         weights = [weight / total for weight in weights]
-    return experts, [weight * config.routed_scaling_factor for weight in weights]
+    return [weight * config.routed_scaling_factor for weight in weights]
 
 
 def mlp(x: Tensor, fc1: Tensor, fc2: Tensor, config: MoEConfig) -> Tensor:
@@ -38,12 +44,21 @@ def mlp(x: Tensor, fc1: Tensor, fc2: Tensor, config: MoEConfig) -> Tensor:
     return fc2 @ (act(inner[:half]) * inner[half:] if config.gated else act(inner))
 
 
-def moe_token(x: Tensor, weights: dict[str, Tensor], bias: list[float], config: MoEConfig, routed: bool) -> Tensor:
-    """One token through its experts (none where not `routed`) and the shared expert."""
+def moe_token(
+    x: Tensor,
+    weights: dict[str, Tensor],
+    bias: list[float],
+    config: MoEConfig,
+    routed: bool,
+    decision: tuple[list[int], list[Tensor]] | None = None,
+) -> Tensor:
+    """One token through its experts (none where not `routed`; those of `decision` if given) and the shared expert."""
     narrow = weights["latent.down"] @ x if config.latent else x
     y = torch.zeros_like(narrow)
     if routed:
-        for expert, weight in zip(*route_token(weights["router.weight"] @ x, bias, config), strict=True):
+        if decision is None:
+            decision = route_token(weights["router.weight"] @ x, bias, config)
+        for expert, weight in zip(*decision, strict=True):
             y = y + weight * mlp(narrow, weights["experts.fc1"][expert], weights["experts.fc2"][expert], config)
     if config.latent:
         y = weights["latent.up"] @ y
