@@ -149,6 +149,7 @@ class BlocksJob:
         stats: dispatch, int32 [L] or None: counts are added.
         after: events to wait for.
         problem: what is wrong with the ids of this rank, asked for when the device has found something.
+        whole: nobody asks for the second half apart: both may be one launch.
     """
 
     settings: dict[str, int]
@@ -168,6 +169,7 @@ class BlocksJob:
     stats: torch.Tensor | None = None
     after: tuple[EventHandle | None, ...] = ()
     problem: Callable[[], UsageError | None] = lambda: None
+    whole: bool = False
 
     @property
     def hidden(self) -> int:

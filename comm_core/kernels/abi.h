@@ -9,6 +9,9 @@ constexpr int MT_TOKENS = 256;        // tokens that a block of the layout kerne
 constexpr int MT_READY = 1024;        // chunks of rows from a rank to another that have a flag
 constexpr int MT_READY_ROWS = 64;     // rows of a chunk, more where there would be more chunks
 constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
+constexpr int MT_DONE_SLOTS = 256;    // blocks of a low-latency kernel, at most
+constexpr int MT_BLOCKS_EXPERTS = 256;  // experts of a rank in low-latency calls, at most
+constexpr int MT_NEAR_RANKS = 8;      // up to so many, segments of the others travel with a low-latency call
 constexpr int MT_SEGMENTS = 4;        // control, ring, pool, blocks
 
 // Words of a header: what a rank tells every other at the start of an operation.
@@ -181,15 +184,18 @@ struct MtReduceCall {
   int32_t threads;
 };
 
-// Offsets into the blocks segment of a rank, which the low-latency calls use: two places in turn, p = number % 2.
+// Offsets into the blocks segment of a rank, which the low-latency calls use: two places in turn, p = number % 2. Tagged
+// words hold the low bits of the number above their value.
 struct MtBlocksPlaces {
-  uint64_t headers;   // [2 kinds][2][MT_MAX_RANKS][MT_HEADER_WORDS] words: kind 0 dispatch, 1 combine
-  uint64_t done;      // [2 kinds][MT_MAX_RANKS] words, by writer: the number of the last call it has read
-  uint64_t ids;       // int32 [2][R][max_tokens * K], by writer
-  uint64_t begins;    // int32 [2][R][L], by writer: row of the first answer of each of its experts to this rank
-  uint64_t rows;      // [2][max_tokens] rows of this rank, scales behind each
+  uint64_t headers;   // [2 kinds][2][MT_MAX_RANKS][MT_HEADER_WORDS] tagged words: kind 0 dispatch, 1 combine
+  uint64_t done;      // [2 kinds][MT_MAX_RANKS][MT_DONE_SLOTS] words, by writer: the number of the last call its block has read
+  uint64_t counts;    // [2][R][L] tagged, by writer: its tokens for each expert of this rank
+  uint64_t begins;    // [2][R][L] tagged, by writer: row of the first answer of each of its experts to this rank
+  uint64_t flags;     // [2][R][max_tokens] tagged, by writer: 1 its token is in `rows`, 0 it has no expert here
+  uint64_t laid;      // [2][R * L][max_tokens] words, by expert and position: number of the call whose answer is laid down
+  uint64_t rows;      // [2][R][max_tokens] rows, by writer, scales behind each, at the end the record of K words
   uint64_t answers;   // [2][answer rows] rows of this rank's experts
-  uint64_t row_bytes; // of `rows`, scales included
+  uint64_t row_bytes; // of `rows`, scales and record included
   uint64_t answer_rows;
 };
 
@@ -197,12 +203,13 @@ struct MtBlocksPlaces {
 struct MtBlocksCall {
   MtChannel channel;
   MtBlocksPlaces places;
+  uint64_t near[2 * MT_NEAR_RANKS];  // char*, pool and blocks segments by rank, where there are few ranks
   MtPlace lent;           // combine: x itself, where it lies in symmetric memory
   uint64_t x;             // dispatch: [T, hidden]; combine: [L, height, hidden]
   uint64_t topk_idx;      // int64 [T, K]
   uint64_t topk_weights;  // combine: float [T, K]
   uint64_t positions;     // int32 [T, K], place among the tokens of this rank for the lane's expert
-  uint64_t seq;           // uint32, number of the call, from its first half for its second
+  uint64_t seq;           // uint32, number of the call, from its first half for its second where that is another launch
   uint64_t out_x;         // dispatch: [L, height, hidden]; combine: [T, hidden]
   uint64_t out_scales;
   uint64_t src_info;      // int32 [L, height]

@@ -42,6 +42,8 @@ int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void*
 // The halves of the low-latency calls: 0 dispatch, 1 combine.
 int mt_blocks_send(const MtBlocksCall* call, int kind, int sms, void* stream);
 int mt_blocks_recv(const MtBlocksCall* call, int kind, int sms, void* stream);
+// Both halves in one launch; `sms` blocks must be on the device at once.
+int mt_blocks_whole(const MtBlocksCall* call, int kind, int sms, void* stream);
 // Regions: words raised in the parts of others, words of the own part awaited, rows read, bytes copied by kernels.
 int mt_region_raise(const MtRegionWords* call, void* stream);
 int mt_region_await(const MtRegionWords* call, void* stream);

@@ -41,6 +41,22 @@ int launch_layout(const MtLayoutCall& call, Stream stream) {
   return launched();
 }
 
+template <typename T, int HALVES>
+int launch_blocks(const MtBlocksCall& call, int kind, int sms, Stream stream) {
+  const int lanes = call.num_tokens * call.num_topk, staged = lanes <= STAGED_LANES ? lanes : 0;
+  const int counts = (call.channel.num_ranks + 1) * call.num_local;
+  if (kind == 0) dispatch_low_latency_impl<T, HALVES><<<sms, BLOCKS_THREADS, 2 * (staged > counts ? staged : counts), stream>>>(call);
+  else combine_low_latency_impl<T, HALVES><<<sms, BLOCKS_THREADS, 0, stream>>>(call);
+  return launched();
+}
+
+template <int HALVES>
+int launch_halves(const MtBlocksCall& call, int kind, int sms, Stream stream) {
+  if (call.dtype == 0) return launch_blocks<mt_bf16, HALVES>(call, kind, sms, stream);
+  if (call.dtype == 1) return launch_blocks<mt_half, HALVES>(call, kind, sms, stream);
+  return launch_blocks<float, HALVES>(call, kind, sms, stream);
+}
+
 template <typename VEC>
 int launch_region_read(const MtRegionRead& call, Stream stream) {
   region_read_impl<VEC, 4><<<call.num_sms, 512, 0, stream>>>(call);
@@ -193,34 +209,14 @@ int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void*
   return mt::launch_reduced<float>(*call, *lay, on);
 }
 
-int mt_blocks_send(const MtBlocksCall* given, int kind, int sms, void* stream) {
-  const MtBlocksCall& call = *given;
-  const mt::Stream on = mt::stream_of(stream);
-  if (kind == 1) {
-    const int parts = sms / call.num_local > 1 ? sms / call.num_local : 1;
-    mt::combine_low_latency_send_impl<<<call.num_local * parts, 512, call.num_local * 4, on>>>(call);
-    return mt::launched();
-  }
-  const int blocks = call.num_tokens > 0 ? call.num_tokens : 1;
-  if (call.dtype == 0) mt::dispatch_low_latency_send_impl<mt_bf16><<<blocks, 256, 0, on>>>(call);
-  else if (call.dtype == 1) mt::dispatch_low_latency_send_impl<mt_half><<<blocks, 256, 0, on>>>(call);
-  else mt::dispatch_low_latency_send_impl<float><<<blocks, 256, 0, on>>>(call);
-  return mt::launched();
+int mt_blocks_send(const MtBlocksCall* call, int kind, int sms, void* stream) {
+  return mt::launch_halves<mt::HALF_SEND>(*call, kind, sms, mt::stream_of(stream));
 }
-
-int mt_blocks_recv(const MtBlocksCall* given, int kind, int sms, void* stream) {
-  const MtBlocksCall& call = *given;
-  const mt::Stream on = mt::stream_of(stream);
-  if (kind == 0) {
-    const int parts = sms / call.num_local > 1 ? sms / call.num_local : 1;
-    mt::dispatch_low_latency_recv_impl<<<call.num_local * parts, 512, call.channel.num_ranks * call.max_tokens * 4, on>>>(call);
-    return mt::launched();
-  }
-  const int blocks = call.num_tokens > 0 ? call.num_tokens : 1;
-  if (call.dtype == 0) mt::combine_low_latency_recv_impl<mt_bf16, 8><<<blocks, 256, 0, on>>>(call);
-  else if (call.dtype == 1) mt::combine_low_latency_recv_impl<mt_half, 8><<<blocks, 256, 0, on>>>(call);
-  else mt::combine_low_latency_recv_impl<float, 4><<<blocks, 256, 0, on>>>(call);
-  return mt::launched();
+int mt_blocks_recv(const MtBlocksCall* call, int kind, int sms, void* stream) {
+  return mt::launch_halves<mt::HALF_RECV>(*call, kind, sms, mt::stream_of(stream));
+}
+int mt_blocks_whole(const MtBlocksCall* call, int kind, int sms, void* stream) {
+  return mt::launch_halves<mt::HALF_SEND | mt::HALF_RECV>(*call, kind, sms, mt::stream_of(stream));
 }
 
 int mt_region_raise(const MtRegionWords* call, void* stream) {

@@ -16,6 +16,7 @@ from comm_core.runtime.errors import CommError
 
 MAX_RANKS, MAX_TOPK, MAX_LOCAL_EXPERTS, MAX_POOLS = 64, 32, 768, 64
 TOKENS, HEADER_WORDS = 256, 128
+DONE_SLOTS, BLOCKS_EXPERTS, NEAR_RANKS = 256, 256, 8
 CONTROL, RING, POOL, BLOCKS, SEGMENTS = 0, 1, 2, 3, 4
 # Words of the record of a layout and of the fault record: see abi.h.
 REC_SEQ, REC_STATUS, REC_DIFFERENT, REC_ROWS, REC_EXPANDED, REC_TABLES = 0, 1, 2, 3, 4, 8
@@ -68,10 +69,13 @@ ReduceCall = _struct(
     hidden=_I32, dtype=_I32, weight_words=_I32, num_ranks=_I32, num_sms=_I32, threads=_I32,
 )  # fmt: skip
 BlocksPlaces = _struct(
-    "BlocksPlaces", **_pointers("headers", "done", "ids", "begins", "rows", "answers", "row_bytes", "answer_rows")
-)
+    "BlocksPlaces",
+    **_pointers(
+        "headers", "done", "counts", "begins", "flags", "laid", "rows", "answers", "row_bytes", "answer_rows",
+    ),
+)  # fmt: skip
 BlocksCall = _struct(
-    "BlocksCall", channel=Channel, places=BlocksPlaces, lent=Place,
+    "BlocksCall", channel=Channel, places=BlocksPlaces, near=_U64 * (2 * NEAR_RANKS), lent=Place,
     **_pointers(
         "x", "topk_idx", "topk_weights", "positions", "seq", "out_x", "out_scales", "src_info", "ranges", "counts",
         "stats",
@@ -243,8 +247,16 @@ class Library:
         self._checked("mt_combine_reduced", ctypes.byref(call), ctypes.byref(lay), _U64(stream))
 
     def launch_half(self, half: str, call: ctypes.Structure, kind: int, sms: int, stream: int) -> None:
-        """Launches the first ("send") or second ("recv") half of a low-latency dispatch (0) or combine (1)."""
-        assert half in ("send", "recv"), half
+        """Launches the first ("send") or second ("recv") half of a low-latency dispatch (0) or combine (1), or both.
+
+        Args:
+            half: or "whole", for both in one launch.
+            call: BlocksCall.
+            kind: 0 or 1.
+            sms: blocks, at most DONE_SLOTS; both halves in one launch need that many multiprocessors.
+            stream: raw handle.
+        """
+        assert half in ("send", "recv", "whole") and 0 < sms <= DONE_SLOTS, (half, sms)
         self._checked(f"mt_blocks_{half}", ctypes.byref(call), _I32(kind), _I32(sms), _U64(stream))
 
     def copy_by_kernel(self, to: int, source: int, num_bytes: int, num_sms: int, stream: int) -> None:

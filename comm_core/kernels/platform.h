@@ -63,6 +63,22 @@ constexpr bool BLOCKS_BEGIN_IN_ORDER = false;
 constexpr bool BLOCKS_BEGIN_IN_ORDER = true;
 #endif
 
+// Stores a word that others wait for and that nothing else goes with: it says all by itself.
+__device__ __forceinline__ void store_alone(volatile uint32_t* word, uint32_t value) {
+  *word = value;
+#if defined(MT_MOE_MUSA) || defined(MT_MOE_PORTABLE)
+  __threadfence_system();
+#endif
+}
+
+// All threads of a block: a system fence of any of them is for what all have written before this.
+__device__ __forceinline__ void done_writing() {
+#if defined(MT_MOE_MUSA) || defined(MT_MOE_PORTABLE)
+  __threadfence_system();
+#endif
+  __syncthreads();
+}
+
 // Ticks of a timer of the device, for timeouts and pacing.
 __device__ __forceinline__ long long ticks() { return static_cast<long long>(clock64()); }
 

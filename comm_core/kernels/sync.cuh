@@ -40,6 +40,15 @@ __device__ __forceinline__ void raise_flag(volatile uint32_t* flag, uint32_t val
   store_flag(flag, value);
 }
 
+// Tells the host whom a wait was for that ended in vain, unless an earlier one has; nothing is waited for any more.
+__device__ __forceinline__ void note_timeout(const MtChannel& channel, int peer) {
+  volatile uint32_t* fault = reinterpret_cast<volatile uint32_t*>(channel.fault);
+  if (atomicCAS(&state_of(channel)->aborted, 0u, 1u) != 0) return;
+  fault[MT_FAULT_PEER] = peer;
+  fault[MT_FAULT_NUMBER] = channel.number;
+  raise_flag(&fault[MT_FAULT_SET], 1);
+}
+
 // Waits until the flag has come to `value`; false where a wait of this channel has timed out.
 __device__ __forceinline__ bool wait_flag(const MtChannel& channel, const volatile uint32_t* flag, uint32_t value, int peer) {
   volatile uint32_t* aborted = &state_of(channel)->aborted;

@@ -82,6 +82,7 @@ def dispatch(
         out_scales=outs[1] if kind else None,
         stats=args.stats,
         problem=lambda: layout.check_ids(ids, args.num_experts),
+        whole=not args.return_recv_hook,
     )
     return outs, kept.counts, transport.elastic._backend.blocks_dispatch(job)
 
@@ -105,6 +106,7 @@ def combine(transport: Transport, args: CombineArgs, out: torch.Tensor) -> Secon
         seq=handle.fast.seq,
         weights=args.topk_weights.detach().contiguous(),
         problem=lambda: layout.check_ids(ids, handle[4]),
+        whole=not args.return_recv_hook,
     )
     return transport.elastic._backend.blocks_combine(job)
 

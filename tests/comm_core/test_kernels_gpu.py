@@ -224,7 +224,7 @@ def _blocks_wrong(rank: int, job: BlocksJob, xs: list[torch.Tensor], all_ids: li
 
 
 def _low_latency(rank: int, seed: int, turns: int = 12) -> list[str]:
-    """Dispatch and combine of several shapes, two outstanding, and a replayed graph of both with new data."""
+    """Dispatch and combine of several shapes, in two halves or one, two outstanding."""
     device, bad, num_ranks = _device(rank), [], dist.get_world_size()
     bound, hidden, topk, experts = 32, 1152, 4, 4 * num_ranks
     rng = random.Random(seed)
@@ -248,6 +248,7 @@ def _low_latency(rank: int, seed: int, turns: int = 12) -> list[str]:
             kind = turn % 4
             sets = [draw(), draw()]
             jobs = [_blocks_job(rank, xs[rank], ids[rank], bound, experts, kind) for xs, ids, _ in sets]
+            jobs = [replace(job, whole=rng.random() < 0.5) for job in jobs]
             halves = [backend.blocks_dispatch(job) for job in jobs]
             for half in halves:
                 half().current_stream_wait()

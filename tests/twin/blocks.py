@@ -9,6 +9,7 @@ import torch
 
 from comm_core import fp8
 from comm_core.kernels import library as abi
+from comm_core.layout import align
 from tests.twin.channel import Side, address_in, word
 from tests.twin.memory import numbers_at, words
 from tests.twin.order import Span
@@ -36,28 +37,44 @@ class _Half(Side):
         index = (self.kind * 2 + self.turn) * word("MAX_RANKS") + writer
         return words(self.at(reader, "headers") + index * size * 4, size)
 
-    def done(self, reader: int) -> np.ndarray:
-        """The numbers up to which each rank has read from a rank."""
-        return words(self.at(reader, "done") + self.kind * word("MAX_RANKS") * 4, self.num_ranks)
+    def done(self, reader: int, writer: int) -> np.ndarray:
+        """The numbers up to which the blocks of a rank have read from a rank."""
+        line, size = self.kind * word("MAX_RANKS") + writer, word("DONE_SLOTS")
+        return words(self.at(reader, "done") + line * size * 4, size)
 
     def table(self, place: str, reader: int, writer: int, width: int) -> np.ndarray:
-        """A line of a table by writer, one table in turn."""
+        """A line of a table by writer, one table in turn. Only the kernels tag small words: here flags come last."""
         line = self.turn * self.num_ranks + writer
-        return words(self.at(reader, place) + line * width * 4, width, np.int32)
+        return words(self.at(reader, place) + line * width * 4, width)
+
+    def row(self, reader: int, writer: int, token: int) -> int:
+        """Address of a row received."""
+        line = (self.turn * self.num_ranks + writer) * self.call.max_tokens + token
+        return self.at(reader, "rows") + line * self.call.places.row_bytes
+
+    def record(self, row: int) -> np.ndarray:
+        """The record of a row: for each lane its local expert + 1 and its position, or 0."""
+        num_topk = self.call.num_topk
+        return words(row + self.call.places.row_bytes - align(num_topk * 4, 16), num_topk)
+
+    def laid(self, reader: int, expert: int) -> np.ndarray:
+        """Flags of the answers of an expert to a rank, by position."""
+        line = self.turn * self.num_ranks * self.call.num_local + expert
+        return words(self.at(reader, "laid") + line * self.call.max_tokens * 4, self.call.max_tokens)
 
     def is_free(self) -> bool:
-        """Waits until all ranks have read the call before the last."""
-        return all([self.wait_flag(self.done(self.rank), rank, rank, self.seq - 2) for rank in self.ranks])
+        """Waits until all blocks of all ranks have read the call before the last."""
+        slots = range(word("DONE_SLOTS"))
+        return all(self.wait_flag(self.done(self.rank, r), i, r, self.seq - 2) for r in self.ranks for i in slots)
 
-    def announce(self) -> None:
+    def announce(self, status: int) -> None:
         """Headers go out; the number is kept for the second half."""
         for rank in self.ranks:
             header, lent = self.header(rank, self.rank), self.call.lent
-            header[word("HASH")], header[word("STATUS")] = self.call.hash, self.call.status | self.state.status
-            header[word("NUM_TOKENS")], header[word("LENT")] = self.call.num_tokens, self.call.is_lent
+            header[word("HASH")], header[word("STATUS")] = self.call.hash, self.call.status | status
+            header[word("LENT")] = self.call.is_lent
             header[word("X") : word("X") + 3] = lent.offset & 0xFFFFFFFF, lent.offset >> 32, lent.segment
             header[word("SEQ")] = self.seq
-        self.state.status = abi.OK
         self.state.blocks_seq[self.kind] = self.seq
         self.kept[0] = self.seq
 
@@ -75,18 +92,19 @@ class _Half(Side):
     def ends(self) -> None:
         """This rank has read all."""
         for rank in self.ranks:
-            self.done(rank)[self.rank] = self.seq
+            self.done(rank, self.rank)[:] = self.seq
 
 
 def run(call: Any, half: str, kind: int) -> None:
-    """One half of a call."""
+    """One half of a call, or all of it."""
+    if half == "whole":
+        run(call, "send", kind)
+        half = "recv"
     side = _Half(call, kind, half == "send")
     if half == "send":
-        if side.is_free():
-            (_lay_tokens, _lay_answers)[kind](call, side)
-        side.announce()
+        side.announce((_send_tokens, _lay_answers)[kind](call, side) if side.is_free() else abi.OK)
     else:
-        (_read_tokens, _read_answers)[kind](call, side, side.begins())
+        (_take_tokens, _read_answers)[kind](call, side, side.begins())
         side.ends()
 
 
@@ -98,76 +116,89 @@ def _ids(call: Any) -> np.ndarray:
     return words(call.topk_idx, call.num_tokens * call.num_topk, np.int64).reshape(call.num_tokens, call.num_topk)
 
 
-def _lay_tokens(call: Any, side: _Half) -> None:
-    """Rows of this rank, cast where that is asked for, ids for all ranks, and the place of each lane."""
-    ids = _ids(call)
+def _send_tokens(call: Any, side: _Half) -> int:
+    """Rows of this rank, cast where that is asked for, to all ranks with an expert of them; the place of each lane."""
+    ids, content, status = _ids(call), _content(call), abi.OK
     positions = words(call.positions, ids.size, np.int32).reshape(ids.shape)
-    for rank in side.ranks:
-        table = side.table("ids", rank, side.rank, call.max_tokens * call.num_topk)
-        table[: ids.size] = ids.reshape(-1)
     for token, lanes in enumerate(ids):
         for k, e in enumerate(lanes):
             positions[token, k] = int((ids[:token] == e).sum())
             if e < -1 or e >= call.num_local * side.num_ranks or (e >= 0 and e in lanes[:k]):
-                side.state.status |= abi.BAD_ID
+                status = abi.BAD_ID
+    for rank in side.ranks:
+        first = rank * call.num_local
+        here = (ids >= first) & (ids < first + call.num_local)
+        numbers = np.where(here, (ids - first + 1) << 16 | positions, 0)
+        for token in map(int, np.flatnonzero(here.any(axis=1))):
+            row = side.row(rank, side.rank, token)
+            words(row, content.shape[1], np.uint8)[:] = content[token]
+            side.record(row)[:] = numbers[token]
+        counts = side.table("counts", rank, side.rank, call.num_local)
+        counts[:] = np.bincount((ids - first)[here], minlength=call.num_local)
+        flags = side.table("flags", rank, side.rank, call.max_tokens)
+        flags[:] = (side.seq << 1) & 0xFFFFFFFF
+        flags[: call.num_tokens] |= here.any(axis=1)
+    return status
+
+
+def _content(call: Any) -> np.ndarray:
+    """Bytes of the rows of this rank as they are sent, scales behind."""
     if not call.num_tokens:
-        return
-    size = call.places.row_bytes
-    start = side.at(side.rank, "rows") + side.turn * call.max_tokens * size
-    out = words(start, call.num_tokens * size, np.uint8).reshape(call.num_tokens, size)
+        return np.zeros((0, 0), np.uint8)
     x = numbers_at(call.x, call.num_tokens * call.hidden, DTYPES[call.dtype]).view(call.num_tokens, call.hidden)
     if not call.fp8:
-        out[:, : _row_bytes(call)] = x.contiguous().view(torch.uint8).numpy()
-        return
+        return x.contiguous().view(torch.uint8).numpy()
     data, scales = fp8.per_token_cast(x, round_scale=call.fp8 >= 2, packed=call.fp8 == 3)
-    out[:, : call.hidden] = data.view(torch.uint8).numpy()
-    out[:, call.hidden : call.hidden + 4 * call.scale_words] = scales.contiguous().view(torch.uint8).numpy()
+    return np.concatenate([data.view(torch.uint8).numpy(), scales.contiguous().view(torch.uint8).numpy()], axis=1)
 
 
-def _read_tokens(call: Any, side: _Half, moves: bool) -> None:
+def _take_tokens(call: Any, side: _Half, moves: bool) -> None:
     """Tokens of each local expert, in (source rank, token) order."""
     row_bytes = call.hidden if call.fp8 else _row_bytes(call)
-    size, width = call.places.row_bytes, call.max_tokens * call.num_topk
     info = words(call.src_info, call.num_local * call.height, np.int32).reshape(call.num_local, call.height)
     ranges = words(call.ranges, call.num_local * side.num_ranks, np.int64).reshape(call.num_local, side.num_ranks)
-    counts = words(call.counts, call.num_local, np.int32)
-    for expert in range(call.num_local):
-        row, wanted = 0, side.rank * call.num_local + expert
-        for source in side.ranks:
-            begin, ids = row, side.table("ids", side.rank, source, width).reshape(call.max_tokens, call.num_topk)
-            for token in range(int(side.mine(source)[word("NUM_TOKENS")]) if moves else 0):
-                if wanted not in ids[token]:
-                    continue
-                at = side.at(source, "rows") + (side.turn * call.max_tokens + token) * size
+    found = np.zeros(call.num_local, np.int64)
+    info[:] = -1
+    for source in side.ranks:
+        begins = found.copy()
+        if moves:
+            found += side.table("counts", side.rank, source, call.num_local)
+        ranges[:, source] = begins << 32 | (found - begins)
+        flags = side.table("flags", side.rank, source, call.max_tokens)
+        for token in map(int, np.flatnonzero(flags & 1) if moves else ()):
+            at = side.row(side.rank, source, token)
+            for lane in side.record(at)[np.flatnonzero(side.record(at))]:
+                expert, row = int(lane >> 16) - 1, int(begins[(lane >> 16) - 1] + (lane & 0xFFFF))
                 to = call.out_x + (expert * call.height + row) * row_bytes
                 words(to, row_bytes, np.uint8)[:] = words(at, row_bytes, np.uint8)
                 for column, value in enumerate(words(at + call.hidden, call.scale_words)):
                     there = expert * call.scale_expert_stride + column * call.scale_col_stride + row
                     words(call.out_scales + 4 * there, 1)[0] = value
                 info[expert, row] = token
-                row += 1
-            ranges[expert, source] = begin << 32 | (row - begin)
-        info[expert, row:] = -1
-        counts[expert] = row
-        if call.stats:
-            words(call.stats, call.num_local, np.int32)[expert] += row
+    words(call.counts, call.num_local, np.int32)[:] = found
+    if call.stats:
+        words(call.stats, call.num_local, np.int32)[:] += found.astype(np.int32)
 
 
-def _lay_answers(call: Any, side: _Half) -> None:
+def _lay_answers(call: Any, side: _Half) -> int:
     """Answers one after the other, unless they are lent, and where those for each rank begin."""
     counts = words(call.counts, call.num_local, np.int32)
     ranges = words(call.ranges, call.num_local * side.num_ranks, np.int64).reshape(call.num_local, side.num_ranks)
     row_bytes, first = _row_bytes(call), 0
     start = side.at(side.rank, "answers") + side.turn * call.places.answer_rows * row_bytes
     for expert in range(call.num_local):
-        num_bytes, given = int(counts[expert]) * row_bytes, expert * call.height
+        num_bytes = int(counts[expert]) * row_bytes
         if not call.is_lent:
-            source = words(call.x + given * row_bytes, num_bytes, np.uint8)
+            source = words(call.x + expert * call.height * row_bytes, num_bytes, np.uint8)
             words(start + first * row_bytes, num_bytes, np.uint8)[:] = source
         for rank in side.ranks:
+            begin, count = int(ranges[expert, rank] >> 32), int(ranges[expert, rank] & 0xFFFFFFFF)
             begins = side.table("begins", rank, side.rank, call.num_local)
-            begins[expert] = (given if call.is_lent else first) + int(ranges[expert, rank] >> 32)
+            begins[expert] = begin if call.is_lent else first + begin
+            if not call.is_lent:
+                side.laid(rank, side.rank * call.num_local + expert)[:count] = side.seq
         first += int(counts[expert])
+    return abi.OK
 
 
 def _read_answers(call: Any, side: _Half, moves: bool) -> None:
@@ -187,13 +218,18 @@ def _read_answers(call: Any, side: _Half, moves: bool) -> None:
             if header[word("LENT")]:
                 which, offset = address_in(header[word("X") : word("X") + 3])
                 answers = side.segment(which, rank) + offset
+                row += expert * call.height
+            else:
+                assert side.laid(side.rank, int(e))[positions[token, k]] == side.seq
             content = numbers_at(answers + row * row_bytes, call.hidden, dtype).to(torch.float32)
             total = total + content * weights[token, k]
         numbers_at(call.out_x + token * row_bytes, call.hidden, dtype).copy_(total)
 
 
 def spans(call: Any, half: str, kind: int) -> list[Span]:
-    """What one half accesses."""
+    """What one half, or a whole call, accesses."""
+    if half == "whole":
+        return [*spans(call, "send", kind), *spans(call, "recv", kind)]
     lanes, num_local, num_ranks = call.num_tokens * call.num_topk, call.num_local, call.channel.num_ranks
     rows = num_local * call.height
     found = [Span(call.seq, 4, half == "send")]
