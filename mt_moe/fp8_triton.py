@@ -4,12 +4,13 @@ Two shapes of work. A *tile* of 128 x 128 values holds whole blocks of both orie
 gives its FP8 rows and its transposed FP8 tokens, with both scales found inside the tile. A *row* that fits in registers
 gives one scale a row. Scales along all tokens of an expert need a first pass for the largest values.
 
-Divisions are rounded to nearest (`div_rn`): the plain `/` of GPU code is not, and the definition is.
+Divisions are rounded to nearest (`div_rn`): the plain `/` of GPU code is not, and the definition is. By a power of two
+the product with the reciprocal is the same number and costs one instruction instead of ten.
+
+Triton reads the annotations of a kernel as code: names from its own language alone.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from mt_moe.recipes import BLOCK, Recipe
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _scale(amax: Any, POW2: tl.constexpr) -> Any:
+def _scale(amax: tl.tensor, POW2: tl.constexpr) -> tl.tensor:
     scale = tl.div_rn(tl.maximum(amax, 1e-4), 448.0)
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
@@ -30,25 +31,35 @@ def _scale(amax: Any, POW2: tl.constexpr) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _quantised(v: tl.tensor, scale: tl.tensor, POW2: tl.constexpr) -> tl.tensor:
+    """v / scale in FP8; the scale of the shape of v, or with dimensions of 1."""
+    if POW2:
+        return (v * tl.div_rn(1.0, scale)).to(tl.float8e4nv)
+    return tl.div_rn(v, tl.broadcast_to(scale, v.shape)).to(tl.float8e4nv)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _store_rows(
-    v: Any, data: Any, scales: Any, start: Any, size: Any, row: Any, C: Any, c: Any, POW2: tl.constexpr
-) -> None:
+    v: tl.tensor, data: tl.tensor, scales: tl.tensor, start: tl.tensor, size: tl.tensor, row: tl.tensor, C: tl.tensor,
+    c: tl.tensor, POW2: tl.constexpr,
+) -> None:  # fmt: skip
     """A tile of 128 x 128 values quantised along columns; `row` and `c` are the tile's first row and column."""
     i = tl.arange(0, 128)
     scale = _scale(tl.max(tl.abs(v), axis=1), POW2)
     where = (row + i).to(tl.int64)[:, None] * C + (c + i)[None, :]
-    tl.store(data + where, tl.div_rn(v, tl.broadcast_to(scale[:, None], (128, 128))).to(tl.float8e4nv))
+    tl.store(data + where, _quantised(v, scale[:, None], POW2))
     tl.store(scales + start.to(tl.int64) * (C // 128) + (c // 128) * size + (row - start) + i, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _store_tokens(
-    v: Any, data: Any, scales: Any, start: Any, size: Any, row: Any, C: Any, c: Any, POW2: tl.constexpr
-) -> None:
+    v: tl.tensor, data: tl.tensor, scales: tl.tensor, start: tl.tensor, size: tl.tensor, row: tl.tensor, C: tl.tensor,
+    c: tl.tensor, POW2: tl.constexpr,
+) -> None:  # fmt: skip
     """A tile of 128 x 128 values quantised along rows, stored transposed."""
     i = tl.arange(0, 128)
     scale = _scale(tl.max(tl.abs(v), axis=0), POW2)
-    turned = tl.trans(tl.div_rn(v, tl.broadcast_to(scale[None, :], (128, 128))).to(tl.float8e4nv))
+    turned = tl.trans(_quantised(v, scale[None, :], POW2))
     where = start.to(tl.int64) * C + (c + i).to(tl.int64)[:, None] * size + (row - start + i)[None, :]
     tl.store(data + where, turned)
     tl.store(scales + (row // 128).to(tl.int64) * C + c + i, scale)
@@ -56,9 +67,9 @@ def _store_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast_tile(
-    x: Any, x_scales: Any, data: Any, scales: Any, turned: Any, turned_scales: Any,
-    blocks: Any, num_blocks: Any, C: Any,
-    DEQUANTISE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, POW2: tl.constexpr,
+    x: tl.tensor, x_scales: tl.tensor, data: tl.tensor, scales: tl.tensor, turned: tl.tensor, turned_scales: tl.tensor,
+    blocks: tl.tensor, num_blocks: tl.tensor, C: tl.tensor, DEQUANTISE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, POW2: tl.constexpr,
 ) -> None:  # fmt: skip
     c, block = tl.program_id(0) * 128, tl.program_id(1)
     # In units of 128, so that the compiler sees the alignment of what follows.
@@ -70,22 +81,27 @@ def _cast_tile(
         v = v * tl.load(x_scales + start.to(tl.int64) * (C // 128) + (c // 128) * size + (row - start) + i)[:, None]
     if ROWS:
         _store_rows(v, data, scales, start, size, row, C, c, POW2)
+    if ROWS and TOKENS:
+        # Again, from the cache: kept in registers it would halve the tiles in flight.
+        v = tl.load(x + (row + i).to(tl.int64)[:, None] * C + (c + i)[None, :]).to(tl.float32)
     if TOKENS:
         _store_tokens(v, turned, turned_scales, start, size, row, C, c, POW2)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _cast_row(x: Any, data: Any, scales: Any, C: Any, WIDTH: tl.constexpr, POW2: tl.constexpr) -> None:
+def _cast_row(
+    x: tl.tensor, data: tl.tensor, scales: tl.tensor, C: tl.tensor, WIDTH: tl.constexpr, POW2: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     v = tl.load(x + row * C + i, mask=i < C, other=0.0).to(tl.float32)
     scale = _scale(tl.max(tl.abs(v), axis=0), POW2)
-    tl.store(data + row * C + i, tl.div_rn(v, tl.broadcast_to(scale, (WIDTH,))).to(tl.float8e4nv), mask=i < C)
+    tl.store(data + row * C + i, _quantised(v, scale, POW2), mask=i < C)
     tl.store(scales + row, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _column_amax(x: Any, x_scales: Any, amax: Any, C: Any, DEQUANTISE: tl.constexpr) -> None:
+def _column_amax(x: tl.tensor, x_scales: tl.tensor, amax: tl.tensor, C: tl.tensor, DEQUANTISE: tl.constexpr) -> None:
     """The largest magnitude of each column in 128 rows; FP8 rows with one scale a row."""
     c, block = tl.program_id(0) * 128, tl.program_id(1)
     i = tl.arange(0, 128)
@@ -99,8 +115,8 @@ def _column_amax(x: Any, x_scales: Any, amax: Any, C: Any, DEQUANTISE: tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast_columns(
-    x: Any, x_scales: Any, scales: Any, data: Any, blocks: Any, num_blocks: Any, C: Any,
-    group_stride: Any, column_stride: Any, DEQUANTISE: tl.constexpr,
+    x: tl.tensor, x_scales: tl.tensor, scales: tl.tensor, data: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
+    C: tl.tensor, group_stride: tl.tensor, column_stride: tl.tensor, DEQUANTISE: tl.constexpr, POW2: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rows quantised by given scales [E, C], transposed: row r of a group at its start * group_stride + r."""
     c, block = tl.program_id(0) * 128, tl.program_id(1)
@@ -112,31 +128,23 @@ def _cast_columns(
     if DEQUANTISE:
         v = v * tl.load(x_scales + rows)[:, None]
     scale = tl.load(scales + expert.to(tl.int64) * C + columns, mask=columns < C, other=1.0)
-    turned = tl.trans(tl.div_rn(v, tl.broadcast_to(scale[None, :], (128, 128))).to(tl.float8e4nv))
+    turned = tl.trans(_quantised(v, scale[None, :], POW2))
     where = start.to(tl.int64) * group_stride + columns.to(tl.int64)[:, None] * column_stride
     tl.store(data + where + (block * 128 - start + i)[None, :], turned, mask=columns[:, None] < C)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast_weight(
-    x: Any,
-    data: Any,
-    scales: Any,
-    turned: Any,
-    turned_scales: Any,
-    N: Any,
-    C: Any,
-    width: Any,
-    turned_width: Any,
-    POW2: tl.constexpr,
-) -> None:
+    x: tl.tensor, data: tl.tensor, scales: tl.tensor, turned: tl.tensor, turned_scales: tl.tensor, N: tl.tensor,
+    C: tl.tensor, width: tl.tensor, turned_width: tl.tensor, POW2: tl.constexpr,
+) -> None:  # fmt: skip
     c, n, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i = tl.arange(0, 128)
     base = expert.to(tl.int64) * N * C
     where = (n * 128 + i).to(tl.int64)[:, None] * C + (c * 128 + i)[None, :]
     v = tl.load(x + base + where).to(tl.float32)
     scale = _scale(tl.max(tl.max(tl.abs(v), axis=1), axis=0), POW2)
-    q = tl.div_rn(v, tl.broadcast_to(scale, (128, 128))).to(tl.float8e4nv)
+    q = _quantised(v, scale, POW2)
     tl.store(data + base + where, q)
     tl.store(turned + base + (c * 128 + i).to(tl.int64)[:, None] * N + (n * 128 + i)[None, :], tl.trans(q))
     tl.store(scales + (expert * (N // 128) + n) * width + c, scale)
@@ -145,15 +153,9 @@ def _cast_weight(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _pack_scales(
-    scales: Any,
-    packed: Any,
-    blocks: Any,
-    num_blocks: Any,
-    K: Any,
-    row_stride: Any,
-    column_stride: Any,
-    WIDTH: tl.constexpr,
-) -> None:
+    scales: tl.tensor, packed: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, K: tl.tensor,
+    row_stride: tl.tensor, column_stride: tl.tensor, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     block = tl.program_id(0)
     start, size = tl.load(blocks + block) * 128, tl.load(blocks + num_blocks + block) * 128
     i, k = tl.arange(0, 128), tl.arange(0, WIDTH)
@@ -272,7 +274,7 @@ def _by_column(
     scales = scales_of(largest, recipe.power_of_two)
     _cast_columns[grid](
         x, given, scales, data, groups.blocks, num_blocks, columns, group_stride, column_stride,
-        DEQUANTISE=dequantise, num_warps=8,
+        DEQUANTISE=dequantise, POW2=recipe.power_of_two, num_warps=8,
     )  # fmt: skip
     return scales
 
@@ -303,6 +305,6 @@ def weight_operands(weights: Tensor, recipe: Recipe) -> tuple[WeightOperand, Wei
     turned_scales = torch.zeros(experts, wide, -(-tall // 4) * 4, dtype=torch.float32, device=weights.device)
     _cast_weight[(wide, tall, experts)](
         weights, data, scales, turned, turned_scales, rows, columns, scales.shape[2], turned_scales.shape[2],
-        POW2=recipe.power_of_two, num_warps=8,
+        POW2=recipe.power_of_two, num_warps=16,
     )  # fmt: skip
     return WeightOperand(data, scales, "block"), WeightOperand(turned, turned_scales, "block")

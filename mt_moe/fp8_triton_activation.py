@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_moe.fp8_operands import FP8, Groups, RowOperand, TokenOperand
-from mt_moe.fp8_triton import _scale, _store_rows, _store_tokens, empty_rows, empty_tokens, token_operand
+from mt_moe.fp8_triton import _quantised, _scale, _store_rows, _store_tokens, empty_rows, empty_tokens, token_operand
 from mt_moe.recipes import BLOCK, Recipe
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _activate_tile(
-    hidden: Any, weights: Any, data: Any, scales: Any, blocks: Any, num_blocks: Any, F: Any, POW2: tl.constexpr
-) -> None:
+    hidden: tl.tensor, weights: tl.tensor, data: tl.tensor, scales: tl.tensor, blocks: tl.tensor,
+    num_blocks: tl.tensor, F: tl.tensor, POW2: tl.constexpr,
+) -> None:  # fmt: skip
     c, block = tl.program_id(0) * 128, tl.program_id(1)
     start, size = tl.load(blocks + block) * 128, tl.load(blocks + num_blocks + block) * 128
     row = block * 128
@@ -35,25 +36,25 @@ def _activate_tile(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _activate_row(
-    hidden: Any, weights: Any, data: Any, scales: Any, F: Any, WIDTH: tl.constexpr, POW2: tl.constexpr
-) -> None:
+    hidden: tl.tensor, weights: tl.tensor, data: tl.tensor, scales: tl.tensor, F: tl.tensor, WIDTH: tl.constexpr,
+    POW2: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     gate = tl.load(hidden + row * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)
     up = tl.load(hidden + row * 2 * F + F + i, mask=i < F, other=0.0).to(tl.float32)
     v = gate * tl.sigmoid(gate) * up * tl.load(weights + row).to(tl.float32)
     scale = _scale(tl.max(tl.abs(v), axis=0), POW2)
-    tl.store(data + row * F + i, tl.div_rn(v, tl.broadcast_to(scale, (WIDTH,))).to(tl.float8e4nv), mask=i < F)
+    tl.store(data + row * F + i, _quantised(v, scale, POW2), mask=i < F)
     tl.store(scales + row, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward_tile(
-    hidden: Any, grad: Any, weights: Any, rows: Any, row_scales: Any, tokens: Any, token_scales: Any,
-    act_tokens: Any, act_scales: Any, plain_grad: Any, plain_act: Any, parts: Any,
-    blocks: Any, num_blocks: Any, num_rows: Any, F: Any,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, ACT: tl.constexpr, PLAIN_GRAD: tl.constexpr, PLAIN_ACT: tl.constexpr,
-    POW2: tl.constexpr,
+    hidden: tl.tensor, grad: tl.tensor, weights: tl.tensor, rows: tl.tensor, row_scales: tl.tensor, tokens: tl.tensor,
+    token_scales: tl.tensor, act_tokens: tl.tensor, act_scales: tl.tensor, plain_grad: tl.tensor, plain_act: tl.tensor,
+    parts: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, F: tl.tensor, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, ACT: tl.constexpr, PLAIN_GRAD: tl.constexpr, PLAIN_ACT: tl.constexpr, POW2: tl.constexpr,
 ) -> None:  # fmt: skip
     c, block = tl.program_id(0) * 128, tl.program_id(1)
     start, size = tl.load(blocks + block) * 128, tl.load(blocks + num_blocks + block) * 128
@@ -61,38 +62,35 @@ def _backward_tile(
     i = tl.arange(0, 128)
     r, k = (row + i).to(tl.int64), c + i
     wide, narrow = r[:, None] * (2 * F) + k[None, :], r[:, None] * F + k[None, :]
-    gate, up = tl.load(hidden + wide).to(tl.float32), tl.load(hidden + wide + F).to(tl.float32)
-    da = tl.load(grad + narrow).to(tl.float32)
     weight = tl.load(weights + row + i).to(tl.float32)[:, None]
-    sigmoid = tl.sigmoid(gate)
-    act = gate * sigmoid
-    product = act * up
-    tl.store(parts + tl.program_id(0).to(tl.int64) * num_rows + r, tl.sum(da * product, axis=1))
+    # Each result reads its inputs again, from the cache: kept in registers over all of them they spill.
+    gate, up = tl.load(hidden + wide).to(tl.float32), tl.load(hidden + wide + F).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(parts + tl.program_id(0).to(tl.int64) * num_rows + r, tl.sum(tl.load(grad + narrow) * product, axis=1))
     if ACT:
         _store_tokens(product * weight, act_tokens, act_scales, start, size, row, F, c, POW2)
     if PLAIN_ACT:
         tl.store(plain_act + narrow, (product * weight).to(plain_act.dtype.element_ty))
-    da = da * weight
-    grad_up = da * act
-    if ROWS:
-        _store_rows(grad_up, rows, row_scales, start, size, row, 2 * F, F + c, POW2)
-    if TOKENS:
-        _store_tokens(grad_up, tokens, token_scales, start, size, row, 2 * F, F + c, POW2)
-    grad_gate = da * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-    if ROWS:
-        _store_rows(grad_gate, rows, row_scales, start, size, row, 2 * F, c, POW2)
-    if TOKENS:
-        _store_tokens(grad_gate, tokens, token_scales, start, size, row, 2 * F, c, POW2)
-    if PLAIN_GRAD:
-        tl.store(plain_grad + wide, grad_gate.to(plain_grad.dtype.element_ty))
-        tl.store(plain_grad + wide + F, grad_up.to(plain_grad.dtype.element_ty))
+    for half in tl.static_range(2):
+        gate, da = tl.load(hidden + wide).to(tl.float32), tl.load(grad + narrow).to(tl.float32) * weight
+        sigmoid = tl.sigmoid(gate)
+        if half == 0:
+            v = da * tl.load(hidden + wide + F).to(tl.float32) * (sigmoid * (1 + gate * (1 - sigmoid)))
+        else:
+            v = da * (gate * sigmoid)
+        if ROWS:
+            _store_rows(v, rows, row_scales, start, size, row, 2 * F, half * F + c, POW2)
+        if TOKENS:
+            _store_tokens(v, tokens, token_scales, start, size, row, 2 * F, half * F + c, POW2)
+        if PLAIN_GRAD:
+            tl.store(plain_grad + wide + half * F, v.to(plain_grad.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward_row(
-    hidden: Any, grad: Any, weights: Any, data: Any, scales: Any, plain_grad: Any, plain_act: Any, grad_weights: Any,
-    F: Any,
-    ROWS: tl.constexpr, PLAIN_GRAD: tl.constexpr, WIDTH: tl.constexpr, POW2: tl.constexpr,
+    hidden: tl.tensor, grad: tl.tensor, weights: tl.tensor, data: tl.tensor, scales: tl.tensor, plain_grad: tl.tensor,
+    plain_act: tl.tensor, grad_weights: tl.tensor, F: tl.tensor, ROWS: tl.constexpr, PLAIN_GRAD: tl.constexpr,
+    WIDTH: tl.constexpr, POW2: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
@@ -115,9 +113,8 @@ def _backward_row(
         tl.store(plain_grad + wide + F, grad_up.to(plain_grad.dtype.element_ty), mask=inside)
     if ROWS:
         scale = _scale(tl.maximum(tl.max(tl.abs(grad_gate), axis=0), tl.max(tl.abs(grad_up), axis=0)), POW2)
-        wider = tl.broadcast_to(scale, (WIDTH,))
-        tl.store(data + wide, tl.div_rn(grad_gate, wider).to(tl.float8e4nv), mask=inside)
-        tl.store(data + wide + F, tl.div_rn(grad_up, wider).to(tl.float8e4nv), mask=inside)
+        tl.store(data + wide, _quantised(grad_gate, scale, POW2), mask=inside)
+        tl.store(data + wide + F, _quantised(grad_up, scale, POW2), mask=inside)
         tl.store(scales + row, scale)
 
 
@@ -135,7 +132,7 @@ def activate_row_operand(hidden: Tensor, row_weights: Tensor, groups: Groups, re
     data, scales = empty_rows(hidden, ffn)
     num_blocks = groups.blocks.shape[1]
     _activate_tile[(ffn // BLOCK, num_blocks)](
-        hidden, row_weights, data, scales, groups.blocks, num_blocks, ffn, POW2=recipe.power_of_two, num_warps=8
+        hidden, row_weights, data, scales, groups.blocks, num_blocks, ffn, POW2=recipe.power_of_two, num_warps=16
     )
     return RowOperand(data, scales, "block")
 
