@@ -62,10 +62,10 @@ class DeviceLayout:
                 "row_base": (num_ranks + 1,),
                 "expert_counts": (num_local,),
                 "expert_starts": (num_local + 1,),
+                "own_counts": (-(-num_tokens // abi.TOKENS), num_ranks),
             }
         )
         self._add(_row_tables(room, num_topk, expand))
-        self._add({"own_counts": (-(-num_tokens // abi.TOKENS), num_ranks)})
         self.struct: Any = abi.Layout(
             topk_idx=kept.data_ptr(),
             num_tokens=num_tokens,
@@ -102,7 +102,6 @@ class DeviceLayout:
         for name, part in old.items():
             self._tensor(name).copy_(part)
             setattr(self.struct, name, self.address(name))
-        del self._tables["own_counts"]
         self.struct.room = rows
 
     def spare(self, rows: int) -> int:

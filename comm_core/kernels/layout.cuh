@@ -156,8 +156,9 @@ __device__ __forceinline__ void send_counts(const MtLayoutCall& call, int* bins,
   __syncthreads();
 }
 
-// Tells all ranks that this one's counts and ids are laid down; one block, behind all that do so.
-__device__ __forceinline__ void send_headers(const MtLayoutCall& call, uint32_t seq, int* rows_to) {
+// Tells all ranks that this one's counts and ids are laid down; one block, behind all that do so. Thread r has `words`, the
+// header for rank r.
+__device__ __forceinline__ void send_headers(const MtLayoutCall& call, uint32_t seq, volatile uint32_t* words, int* rows_to) {
   const MtChannel& channel = call.channel;
   const int num_ranks = channel.num_ranks;
   volatile uint32_t* sums = state_of(channel)->rows_to;
@@ -168,18 +169,18 @@ __device__ __forceinline__ void send_headers(const MtLayoutCall& call, uint32_t 
   }
   __syncthreads();
   if (threadIdx.x == 0) state_of(channel)->status = 0;
-  const MtPlace none = {};
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    volatile uint32_t* words = header(channel, seq, r, channel.rank);
-    words[MT_NUM_TOKENS] = call.layout.num_tokens;
-    for (int j = 0; j < num_ranks; ++j) words[MT_COUNTS + j] = rows_to[j];
-    send_header(channel, seq, r, call.hash, status, call.ids, none, none, 0);
-  }
+  if (static_cast<int>(threadIdx.x) >= num_ranks) return;
+  words[MT_HASH] = call.hash;
+  words[MT_STATUS] = status;
+  words[MT_NUM_TOKENS] = call.layout.num_tokens;
+  words[MT_LENT] = 0;
+  for (int j = 0; j < num_ranks; ++j) words[MT_COUNTS + j] = rows_to[j];
+  raise_flag(words + MT_SEQ, seq);
 }
 
 // A block of own tokens: its ids and counts. The last such block sends the headers.
 template <int VECS>
-__device__ __forceinline__ void lay_tokens(const MtLayoutCall& call, uint32_t seq, int block, int num_blocks, char* const* peers,
+__device__ __forceinline__ void lay_tokens(const MtLayoutCall& call, uint32_t seq, int block, int num_blocks, char* peer, char** peers,
                                            char* shared) {
   constexpr int LANES = TokenIds<VECS>::LANES;
   const MtChannel& channel = call.channel;
@@ -187,7 +188,10 @@ __device__ __forceinline__ void lay_tokens(const MtLayoutCall& call, uint32_t se
   const int count = call.layout.num_tokens - first < MT_TOKENS ? call.layout.num_tokens - first : MT_TOKENS;
   uint16_t* in_block = reinterpret_cast<uint16_t*>(shared);
   int* bins = reinterpret_cast<int*>(shared + MT_TOKENS * VECS * 16);
+  const bool named = static_cast<int>(threadIdx.x) < num_ranks;
+  volatile uint32_t* words = named ? header(channel, seq, threadIdx.x, channel.rank) : nullptr;
   bool bad = read_ids<VECS>(call, in_block, first, count);
+  if (named) peers[threadIdx.x] = peer;  // not before the ids are under way
   __syncthreads();
   TokenIds<VECS> ids;
   ids.load(reinterpret_cast<const uint4*>(in_block) + threadIdx.x * VECS);
@@ -219,7 +223,7 @@ __device__ __forceinline__ void lay_tokens(const MtLayoutCall& call, uint32_t se
   __syncthreads();
   if (!last) return;
   if (threadIdx.x == 0) state_of(channel)->ticket = 0;
-  send_headers(call, seq, bins);
+  send_headers(call, seq, words, bins);
 }
 
 // A block of own tokens again, when all of them are counted: positions of the lanes among the rows to their ranks.
@@ -534,12 +538,14 @@ __global__ void __launch_bounds__(MT_TOKENS) layout_impl(const MtLayoutCall call
   const MtChannel& channel = call.channel;
   __shared__ char* peers[MT_MAX_RANKS];
   const uint32_t seq = next_seq(channel);
-  for (int r = threadIdx.x; r < channel.num_ranks; r += blockDim.x) peers[r] = segment(channel, call.ids.segment, r);
-  __syncthreads();
+  static_assert(MT_TOKENS >= MT_MAX_RANKS, "thread r knows rank r");
+  const bool named = static_cast<int>(threadIdx.x) < channel.num_ranks;
+  char* peer = named ? segment(channel, call.ids.segment, threadIdx.x) : nullptr;
   const int num_laying = (num_all - call.num_blocks - 1) / 2;
   const int block = static_cast<int>(blockIdx.x) + first, receiver = block - num_laying, placing = receiver - call.num_blocks - 1;
+  if (receiver >= 0 && named) peers[threadIdx.x] = peer;
   if (receiver < 0)
-    lay_tokens<VECS>(call, seq, block, num_laying, peers, shared);
+    lay_tokens<VECS>(call, seq, block, num_laying, peer, peers, shared);
   else if (placing < 0)
     receive<VECS>(call, seq, receiver, call.num_blocks, peers, shared);
   else
