@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -24,9 +22,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from comm_core import ElasticBuffer, EPHandle
 from comm_core.runtime.errors import UsageError
 from megatron_patch import weight_grad
-from mt_moe.dispatcher import Dispatcher
-from mt_moe.experts import expert_mlp
+from megatron_patch.borrowed import BorrowedExperts
+from mt_moe.data_path import DataPath
+from mt_moe.dispatcher import Dispatched, Dispatcher
+from mt_moe.expert_linear import Defer
 from mt_moe.functional import DispatchTicket, StaticRouting, fan_out
+from mt_moe.lanes import from_map as topk_from_map
+from mt_moe.routed import Journey
+from mt_moe.weight_gradients import HeldWeightGradients
 
 _BUFFERS: dict[Any, ElasticBuffer] = {}
 
@@ -44,25 +47,6 @@ def close_buffers() -> None:
         _BUFFERS.popitem()[1].close()
 
 
-def topk_from_map(probs: torch.Tensor, routing_map: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns Megatron's dense routing into lanes.
-
-    Args:
-        probs: [T, E] routing weights, zero where not routed.
-        routing_map: [T, E] bool, at most `num_topk` set in a row.
-        num_topk: lanes a token.
-
-    Returns:
-        topk_idx int64 [T, K], experts ascending, -1 in unused lanes; topk_weights fp32 [T, K], 0 in unused lanes,
-        differentiable with respect to `probs`.
-    """
-    # A stable descending sort of 0/1 puts the routed experts first and keeps them ascending.
-    idx = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)[:, :num_topk]
-    routed = routing_map.gather(1, idx)
-    weights = probs.gather(1, idx).float()
-    return idx.masked_fill(~routed, -1), weights.masked_fill(~routed, 0.0)
-
-
 class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Megatron's dispatcher interface over `mt_moe.dispatcher.Dispatcher`.
 
@@ -70,9 +54,9 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     autograd graph, so several microbatches may wait for their backward.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, buffer: ElasticBuffer) -> None:
+    def __init__(self, config: Any, pg_collection: Any, buffer: ElasticBuffer, num_sms: int = 0) -> None:
         super().__init__(config, pg_collection)
-        self.dispatcher = Dispatcher(buffer, num_experts=config.num_moe_experts)
+        self.dispatcher = Dispatcher(buffer, num_experts=config.num_moe_experts, num_sms=num_sms)
         self._handle: EPHandle | StaticRouting | None = None
         self._shape: tuple[int, ...] = ()
 
@@ -101,10 +85,14 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         """Rows are in expert order already; adds the number of rows of each local expert (int64, on the host)."""
         return hidden_states, torch.tensor(self.counts(), dtype=torch.int64), probs
 
+    def handle(self) -> EPHandle:
+        """The routing of the microbatch in flight."""
+        assert isinstance(self._handle, EPHandle), "a handle is there after dispatch_preprocess"
+        return self._handle
+
     def counts(self) -> list[int]:
         """Rows of each local expert for the microbatch in flight."""
-        assert isinstance(self._handle, EPHandle), "counts without dispatch_preprocess"
-        return self._handle.num_unaligned_recv_tokens_per_expert_list
+        return self.handle().num_unaligned_recv_tokens_per_expert_list
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to reorder."""
@@ -112,8 +100,7 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sums the rows of each token on its own rank: [T, hidden]."""
-        assert isinstance(self._handle, EPHandle), "combine without dispatch_preprocess"
-        return self.dispatcher.wait_combine(self.dispatcher.launch_combine(hidden_states, self._handle))
+        return self.dispatcher.wait_combine(self.dispatcher.launch_combine(hidden_states, self.handle()))
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Back to the shape that dispatch_preprocess was given."""
@@ -159,6 +146,10 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
     """Megatron's MoELayer with our dispatch and combine; the shared expert runs while tokens travel.
 
     Constructor and forward have the signatures of the stock layer. Input and output: [sequence, batch, hidden].
+
+    Args:
+        data_path: how rows move and what of them is kept, beside Megatron's own arguments.
+        experts_implementation: of `mt_moe.expert_mlp`.
     """
 
     def __init__(
@@ -167,13 +158,27 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
         submodules: Any = None,
         layer_number: int | None = None,
         pg_collection: Any = None,
+        *,
+        data_path: DataPath | None = None,
+        experts_implementation: str = "auto",
         **kwargs: Any,
     ) -> None:
         _refuse_unsupported(config)
         pg_collection = pg_collection or get_default_pg_collection()
         _refuse_expert_tensor_parallel(pg_collection.expt_tp.size())
         super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
-        self.token_dispatcher = MegatronDispatcher(config, pg_collection, buffer_for(pg_collection.ep))
+        self.data_path = path = data_path or DataPath()
+        buffer = buffer_for(pg_collection.ep)
+        self.token_dispatcher = MegatronDispatcher(config, pg_collection, buffer, path.comm_sms)
+        self._dispatcher = Dispatcher(
+            buffer,
+            num_experts=config.num_moe_experts,
+            max_tokens_per_rank=path.tokens_a_chunk,
+            num_sms=path.comm_sms,
+        )
+        self.held_weight_gradients = HeldWeightGradients()
+        foreign = BorrowedExperts.why_not(self.experts, config)
+        self.borrowed = None if foreign else BorrowedExperts(self.experts, path, experts_implementation)
 
     def forward(
         self,
@@ -184,66 +189,59 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, None]:
         """As MoELayer.forward. Recompute and partial graphs take the stock sequence over the same dispatcher."""
         whole = self.fwd_execution_map == ["route", "expert_compute", "postprocess"]
-        if intermediate_tensors is not None or self.moe_layer_recompute or not whole:
+        borrowed = self.borrowed
+        if borrowed is None or intermediate_tensors is not None or self.moe_layer_recompute or not whole:
             return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
-        dispatcher = self.token_dispatcher
         # The order in which the stock layer's gradients meet, kept so that overlap changes no bit.
         to_dispatch, to_router, to_shared = fan_out(hidden_states, 3)
         probs, routing_map = self.route(to_router, padding_mask)
-        tokens, topk_weights = self.preprocess(to_dispatch, probs, routing_map)
-        ticket = dispatcher.launch(tokens, topk_weights)
+        topk_idx, topk_weights = topk_from_map(probs, routing_map, self.config.moe_router_topk)
+        journey = Journey(self._dispatcher, self.data_path, topk_idx)
+        journey.launch(to_dispatch.reshape(-1, to_dispatch.shape[-1]), topk_weights)
         shared = self.shared_experts_compute(to_shared)
-        arrived = dispatcher.dispatcher.wait_dispatch(ticket)
-        output, _ = self.routed_experts_compute(arrived.rows, arrived.row_weights)
-        return self.postprocess(self.combine(output), shared), None
+        output = journey.finish(borrowed, borrowed.weights(), self._defer()).view(hidden_states.shape)
+        return output if shared is None else output + shared, None
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Local experts on rows [N, hidden] with weights [N], on the parameters of the stock experts module."""
-        compute = borrowed_experts(self.experts, self.config)
-        if compute is None:
+        if self.borrowed is None:
             return super().routed_experts_compute(hidden_states, probs)
-        return compute(hidden_states, self.token_dispatcher.counts(), probs), None
+        arrived = Dispatched(hidden_states, probs, self.token_dispatcher.counts(), self.token_dispatcher.handle())
+        defer = self._defer() if torch.is_grad_enabled() and hidden_states.requires_grad else None
+        return self.borrowed(arrived, defer=defer, rows_again=None), None
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """The weight gradients that `delay_wgrad_compute` left over, as MoELayer.backward_dw."""
+        if not getattr(self.config, "delay_wgrad_compute", False) or self.borrowed is None:
+            super().backward_dw(routed_experts, shared_experts)
+            return
+        if routed_experts:
+            self.held_weight_gradients.run()
+        if shared_experts and self.use_shared_expert:
+            self.shared_experts.backward_dw()
+
+    def _defer(self) -> Defer | None:
+        """What takes the experts' weight gradients; None for the moment in backward that the data path names."""
+        if getattr(self.config, "delay_wgrad_compute", False):
+            return self.held_weight_gradients.put
+        # A pipeline schedule that splits backward must not find the weights in the graph of I.
+        return weight_grad.STORE.put_many if weight_grad.is_deferring() else None
 
 
-def borrowed_experts(experts: Any, config: Any) -> Callable[..., torch.Tensor] | None:
-    """A function (rows, counts, row_weights) -> rows on the weights of a stock experts module.
-
-    None where the module's arithmetic is not plain SwiGLU without bias; the stock module computes then.
-    """
-    if config.add_bias_linear or not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
-        return None
-    if not isinstance(experts, SequentialMLP):
-        return None
-    fc1: Sequence[torch.Tensor] = [expert.linear_fc1.weight for expert in experts.local_experts]
-    fc2: Sequence[torch.Tensor] = [expert.linear_fc2.weight for expert in experts.local_experts]
-    return functools.partial(_compute, fc1=fc1, fc2=fc2)
-
-
-def _compute(
-    rows: torch.Tensor,
-    counts: Sequence[int],
-    row_weights: torch.Tensor,
-    *,
-    fc1: Sequence[torch.Tensor],
-    fc2: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    defer = weight_grad.STORE.put_many if torch.is_grad_enabled() and rows.requires_grad else None
-    return expert_mlp(rows, counts, row_weights, fc1, fc2, defer=defer)
-
-
-def use_mt_moe(spec: Any) -> Any:
+def use_mt_moe(spec: Any, **options: Any) -> Any:
     """Returns a copy of a block or layer spec in which every MoELayer is an MTMoELayer; dense layers stay as they are.
 
     Args:
         spec: what `get_gpt_decoder_block_spec` or `get_gpt_layer_local_spec` and their like return.
+        **options: of `MTMoELayer`: `data_path`, `experts_implementation`.
     """
     spec = copy.deepcopy(spec)
     for layer in getattr(spec, "layer_specs", [spec]):
         mlp = getattr(layer.submodules, "mlp", None)
         if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
-            layer.submodules.mlp = functools.partial(MTMoELayer, *mlp.args, **mlp.keywords)
+            layer.submodules.mlp = functools.partial(MTMoELayer, *mlp.args, **{**mlp.keywords, **options})
         elif isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
-            mlp.module = MTMoELayer
+            mlp.module, mlp.params = MTMoELayer, {**(mlp.params or {}), **options}
     return spec

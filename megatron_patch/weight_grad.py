@@ -7,6 +7,7 @@ experts and the output layer. Router, norms and embedding keep their gradients i
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -51,7 +52,15 @@ def _split_linear(original: Any) -> Any:
 
     # Megatron keeps a flag of its own on the function object.
     linear_with_grad_accumulation_and_async_allreduce.warned = True  # type: ignore[attr-defined]
+    linear_with_grad_accumulation_and_async_allreduce.defers = True  # type: ignore[attr-defined]
     return linear_with_grad_accumulation_and_async_allreduce
+
+
+def is_deferring() -> bool:
+    """True while Megatron's linears give their weight gradients to `STORE`, and so must all others."""
+    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    function = getattr(layers, "linear_with_grad_accumulation_and_async_allreduce", None)
+    return bool(getattr(function, "defers", False))
 
 
 def patches() -> list[Patch]:

@@ -30,6 +30,7 @@ from mt_moe.latent import LatentProjection
 from mt_moe.routed import Journey
 from mt_moe.router import Router
 from mt_moe.shared_experts import SharedExperts
+from mt_moe.weight_gradients import HeldWeightGradients
 
 
 class MoELayer(nn.Module):
@@ -101,6 +102,7 @@ class MoELayer(nn.Module):
             dtype=dtype,
             device=where,
         )
+        self.held_weight_gradients = HeldWeightGradients()
         self.shared = None
         if config.shared_ffn:
             self.shared = SharedExperts(config, name=f"{prefix}.shared", dtype=dtype, device=where)
@@ -149,6 +151,10 @@ class MoELayer(nn.Module):
         if self.latent is not None:
             y = self.latent.widen(y, defer=defer)
         return (y if shared is None else y + shared).view(x.shape)
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients of calls made with `defer=layer.held_weight_gradients.put`."""
+        self.held_weight_gradients.run()
 
     def _on_rows(self, arrived: Dispatched, *, defer: Defer | None, rows_again: Callable[[], Tensor] | None) -> Tensor:
         """The experts on the rows that have arrived."""

@@ -1,4 +1,4 @@
-"""The kernels in Triton: SwiGLU times routing weight as `fused_activation` defines it, and what `clearing` clears.
+"""The kernels in Triton: SwiGLU times routing weight as `fused_activation` defines it, what `clearing` clears, `lanes`.
 
 This module imports Triton; `fused_activation.kernels_on` imports it where a device runs it, nobody else. The gradient
 of the routing weight is a sum along the row, which one program holds from end to end: no atomics, the same bits every
@@ -143,3 +143,79 @@ def backward(
             FFN=ffn, BLOCK=block, HAS_ENDS=ends is not None, WANTS_OUT=wants_out, num_warps=warps,
         )  # fmt: skip
     return grad_hidden, grad_weights, out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _lanes_forward(
+    probs: Any, flags: Any, idx: Any, weights: Any, num_tokens: Any,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    inside = (token[:, None] < num_tokens) & (expert[None, :] < EXPERTS)
+    at = token[:, None] * EXPERTS + expert[None, :]
+    flag = tl.load(flags + at, mask=inside, other=0).to(tl.int32)
+    lane = tl.cumsum(flag, axis=1) - 1
+    routed = inside & (flag != 0) & (lane < TOPK)
+    value = tl.load(probs + at, mask=routed, other=0.0).to(tl.float32)
+    ids = tl.zeros([TOKENS, WIDTH], tl.int64) + expert[None, :]
+    tl.store(idx + token[:, None] * TOPK + lane, ids, mask=routed)
+    tl.store(weights + token[:, None] * TOPK + lane, value, mask=routed)
+    count = tl.sum(flag, axis=1)
+    for k in range(TOPK):
+        unused = (token < num_tokens) & (count <= k)
+        tl.store(idx + token * TOPK + k, tl.full([TOKENS], -1, tl.int64), mask=unused)
+        tl.store(weights + token * TOPK + k, tl.zeros([TOKENS], tl.float32), mask=unused)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _lanes_backward(
+    grad: Any, idx: Any, out: Any, num_tokens: Any,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    real = token < num_tokens
+    found = tl.zeros([TOKENS, WIDTH], tl.float32)
+    for k in range(TOPK):
+        at = token * TOPK + k
+        mine = tl.load(idx + at, mask=real, other=-1)
+        value = tl.load(grad + at, mask=real, other=0.0)
+        found = tl.where(mine[:, None] == expert[None, :], value[:, None], found)
+    inside = real[:, None] & (expert[None, :] < EXPERTS)
+    tl.store(out + token[:, None] * EXPERTS + expert[None, :], found.to(out.dtype.element_ty), mask=inside)
+
+
+_LANES = 2048  # flags of a program
+
+
+def _lane_sizes(num_tokens: int, num_experts: int) -> tuple[int, int, int]:
+    width = triton.next_power_of_2(num_experts)
+    tokens = max(1, _LANES // width)
+    return width, tokens, -(-num_tokens // tokens)
+
+
+def lanes_forward(probs: Tensor, routing_map: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """See `lanes.from_map`."""
+    num_tokens, num_experts = probs.shape
+    idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=probs.device)
+    weights = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=probs.device)
+    width, tokens, programs = _lane_sizes(num_tokens, num_experts)
+    if programs:
+        _lanes_forward[(programs,)](
+            probs, routing_map.view(torch.uint8), idx, weights, num_tokens,
+            EXPERTS=num_experts, TOPK=num_topk, WIDTH=width, TOKENS=tokens,
+        )  # fmt: skip
+    return idx, weights
+
+
+def lanes_backward(grad: Tensor, idx: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """See `lanes.grad_twin`."""
+    out = torch.empty(grad.shape[0], num_experts, dtype=dtype, device=grad.device)
+    width, tokens, programs = _lane_sizes(grad.shape[0], num_experts)
+    if programs:
+        _lanes_backward[(programs,)](
+            grad, idx, out, grad.shape[0],
+            EXPERTS=num_experts, TOPK=grad.shape[1], WIDTH=width, TOKENS=tokens,
+        )  # fmt: skip
+    return out

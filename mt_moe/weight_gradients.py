@@ -88,3 +88,20 @@ class _Sum:
     def result(self) -> Sequence[Tensor]:
         """The sum in the form of the weights."""
         return self._parts if self._split is None else self._split(self._parts[0])
+
+
+class HeldWeightGradients:
+    """Weight gradients of any number of calls, kept until `run`: a layer's `backward_dw`. `put` is a `Defer`."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Sequence[Tensor], Compute]] = []
+
+    def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
+        """Keeps the gradients of some weights."""
+        self._held.append((weights, compute))
+
+    def run(self) -> None:
+        """Computes what is kept, in the order of `put`, and adds it to the weights by their own accumulation nodes."""
+        held, self._held = self._held, []
+        for weights, compute in held:
+            torch.autograd.backward(list(weights), list(compute()))

@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from mt_moe import DataPath
 from tests.dist import run_ranks
 from tests.megatron_patch import megatron_case as case
 
 pytestmark = pytest.mark.megatron
+
+WAYS = (
+    (DataPath(), "auto"),
+    (DataPath(num_chunks=3), "auto"),
+    (DataPath(save_dispatched="redispatch", recompute="fc1", max_tokens_per_rank=24), "grouped"),
+)
 
 
 def _config(**overrides: Any) -> Any:
@@ -106,8 +113,22 @@ def _bitwise(rank: int) -> list[str]:
     ]
     if sharded[0] != sharded[1] or not any("experts.experts.linear_fc1" in key for key in sharded[0]):
         problems.append(f"sharded keys differ: {sharded}")
+    problems += _held(config, models.transformer_config(config), rank)
     moe_spec.close_buffers()
     return problems
+
+
+def _held(config: Any, settings: Any, rank: int) -> list[str]:
+    """`backward_dw` computes what `delay_wgrad_compute` leaves over; without it the wait node has computed all."""
+    _, ours = _pair(settings, rank)
+    x, grad = _inputs(config, rank, torch.float32)
+    want = _run(ours, x, grad)
+    settings.delay_wgrad_compute = True
+    ours.train()(x)[0].backward(grad)
+    experts = dict(ours.experts.named_parameters())
+    early = [f"{name}: a gradient before backward_dw" for name, p in experts.items() if p.grad is not None]
+    ours.backward_dw()
+    return early + [f"backward_dw: {n}" for n, p in experts.items() if not torch.equal(p.grad, want[f"experts.{n}"])]
 
 
 def test_equal_to_the_stock_layer_bit_by_bit() -> None:
@@ -122,9 +143,17 @@ def _many_lanes(rank: int) -> list[float]:
 
     stock, ours = _pair(models.transformer_config(config).__class__(**_double(models.transformer_config(config))), rank)
     x, grad = _inputs(config, rank, torch.float32)
-    a, b = _run(ours, x, grad), _run(stock, x, grad)
+    b = _run(stock, x, grad)
+    found = []
+    for data_path, implementation in WAYS:
+        way = moe_spec.MTMoELayer(
+            ours.config, ours.submodules, 1, data_path=data_path, **{IMPLEMENTATION: implementation}
+        )
+        way.load_state_dict(stock.state_dict())
+        a = _run(way, x, grad)
+        found += [float((a[name] - b[name]).norm() / b[name].norm().clamp_min(1e-20)) for name in b]
     moe_spec.close_buffers()
-    return [float((a[name] - b[name]).norm() / b[name].norm().clamp_min(1e-20)) for name in b]
+    return found
 
 
 def _double(config: Any) -> dict[str, Any]:
@@ -135,29 +164,47 @@ def _double(config: Any) -> dict[str, Any]:
 
 def test_sums_of_four_lanes_differ_by_rounding_alone() -> None:
     for errors in run_ranks(2, _many_lanes, timeout=90):
-        assert max(errors) < 1e-6 and len(errors) > 5
+        assert max(errors) < 1e-6 and len(errors) > 5 * len(WAYS)
 
 
-def test_lanes_from_a_dense_map() -> None:
-    import megatron_patch
+class _Linear(torch.nn.Module):
+    """What Transformer Engine's grouped linear looks like to us."""
 
-    megatron_patch.apply("cpu", split_weight_grad=False)
-    from megatron_patch.moe_spec import topk_from_map
+    def __init__(self, out: int, width: int) -> None:
+        super().__init__()
+        self.num_gemms = 3
+        for index in range(3):
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(torch.randn(out, width)))
 
-    megatron_patch.revert()
-    generator = torch.Generator().manual_seed(int(torch.randint(0, 2**31, ())))
-    routing_map = torch.zeros(50, 8, dtype=torch.bool)
-    for token in range(50):
-        count = int(torch.randint(0, 4, (), generator=generator))
-        routing_map[token, torch.randperm(8, generator=generator)[:count]] = True
-    probs = (torch.rand(50, 8, generator=generator) * routing_map).requires_grad_()
-    idx, weights = topk_from_map(probs, routing_map, 3)
-    for token in range(50):
-        experts = routing_map[token].nonzero().flatten().tolist()
-        assert idx[token].tolist() == experts + [-1] * (3 - len(experts))
-        assert weights[token].tolist() == probs[token, experts].tolist() + [0.0] * (3 - len(experts))
-    weights.sum().backward()
-    assert torch.equal(probs.grad, routing_map.float())
+
+def test_parameters_of_a_grouped_linear_become_views_of_one_tensor() -> None:
+    import types
+
+    from megatron_patch.borrowed import BorrowedExperts, pack
+    from mt_moe import DataPath
+    from mt_moe.products import packed_view
+
+    module = torch.nn.Module()
+    module.linear_fc1, module.linear_fc2 = _Linear(8, 6), _Linear(6, 4)
+    config = types.SimpleNamespace(
+        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu, fp8=None
+    )
+    assert BorrowedExperts.why_not(module, config) is None
+    config.fp8 = "hybrid"
+    assert BorrowedExperts.why_not(module, config) == "fp8='hybrid'"
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for parameters in BorrowedExperts(module, DataPath(), "auto").weights():
+        assert packed_view(parameters) is None and pack(parameters)
+        view = packed_view(parameters)
+        assert view is not None and torch.equal(view, torch.stack(parameters))
+        with torch.no_grad():
+            view += 1
+    after = module.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name] + 1) for name in before)
+    # In the memory of somebody else, backwards: they stay where they are.
+    whole = torch.randn(3, 4, 5)
+    others = [torch.nn.Parameter(whole[index]) for index in (2, 1, 0)]
+    assert not pack(others) and others[0].data_ptr() == whole[2].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_clearing() -> None:
 
 KERNELS = """
 import torch, torch.nn.functional as F
-from mt_moe import clearing, fused_activation, triton_kernels
+from mt_moe import clearing, fused_activation, lanes, triton_kernels
 for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
     for ffn in (24, 2100):
         hidden, weights, grad = torch.randn(7, 2 * ffn).to(dtype), torch.rand(7), torch.randn(7, ffn).to(dtype)
@@ -104,6 +104,17 @@ rows[:5], matrices[0], matrices[2] = 1, 1, 1
 triton_kernels.clear_tail(rows, ends)
 triton_kernels.clear_empty(matrices, ends)
 assert rows.sum() == 5 * 1500 and matrices.sum() == 2 * 130 * 300
+for num_experts, num_topk in ((64, 6), (48, 3), (8, 8)):
+    order = torch.rand(70, num_experts).argsort(1)
+    routing_map = order < torch.randint(0, num_topk + 1, (70, 1))
+    probs = torch.rand(70, num_experts) * routing_map
+    for got, want in zip(
+        triton_kernels.lanes_forward(probs, routing_map, num_topk), lanes.from_map_twin(probs, routing_map, num_topk)
+    ):
+        assert torch.equal(got, want)
+    idx, grad = lanes.from_map_twin(probs, routing_map, num_topk)[0], torch.randn(70, num_topk)
+    got = triton_kernels.lanes_backward(grad, idx, num_experts, torch.float32)
+    assert torch.equal(got, lanes.grad_twin(grad, idx, num_experts, torch.float32)) and got.any()
 print("equal")
 """
 
