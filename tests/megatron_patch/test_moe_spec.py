@@ -146,9 +146,8 @@ def _many_lanes(rank: int) -> list[float]:
     b = _run(stock, x, grad)
     found = []
     for data_path, implementation in WAYS:
-        way = moe_spec.MTMoELayer(
-            ours.config, ours.submodules, 1, data_path=data_path, **{IMPLEMENTATION: implementation}
-        )
+        options = {"data_path": data_path, "experts_implementation": implementation}
+        way = moe_spec.MTMoELayer(ours.config, ours.submodules, 1, **options)
         way.load_state_dict(stock.state_dict())
         a = _run(way, x, grad)
         found += [float((a[name] - b[name]).norm() / b[name].norm().clamp_min(1e-20)) for name in b]
