@@ -58,6 +58,11 @@ class EventHandle:
         """Of a layout that a device made: `EPHandle.expert_starts`. None of other work."""
         return None
 
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        """Of a layout that a device made: `EPHandle.expert_counts`. None of other work."""
+        return None
+
     def __init__(self, device: torch.device | None = None, stream: Any = None) -> None:
         self._device = device if device is not None else devices.current()
         self._future: Future[Any] | None = None

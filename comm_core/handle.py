@@ -170,6 +170,15 @@ class EPHandle:
         return self._int32([0, *accumulate(self._aligned())]) if made is None else made
 
     @property
+    def expert_counts(self) -> torch.Tensor:
+        """int32 [L], `num_unaligned_recv_tokens_per_expert` for the current stream, where the device made the layout.
+
+        The host waits only where it makes the layout itself.
+        """
+        made = self.event.expert_counts
+        return self.num_unaligned_recv_tokens_per_expert if made is None else made
+
+    @property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [n, 2 + num_topk], where each received row comes from.
 

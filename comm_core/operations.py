@@ -154,9 +154,7 @@ class Operations:
             recv_x = (out_x, out_scales)
         stats = args.cumulative_local_expert_recv_stats
         if stats is not None:
-            event = self.backend.queue.submit(
-                lambda: stats.add_(handle.num_unaligned_recv_tokens_per_expert), after=[event], tensors=[stats]
-            )
+            event = self.backend.queue.submit(lambda: stats.add_(handle.expert_counts), after=[event], tensors=[stats])
         return recv_x, out_idx, out_weights, handle, event
 
     def _with_scales(self, job: MoveJob, args: DispatchArgs) -> tuple[MoveJob, torch.Tensor]:

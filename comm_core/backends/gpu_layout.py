@@ -86,9 +86,9 @@ class DeviceLayout:
         devices.current_stream(self.kept.device).wait_stream(self._stream)
         return self._tensor(name)[:rows]
 
-    def starts(self) -> torch.Tensor:
-        """int32 [num_local_experts + 1], for a stream that waits for the layout."""
-        return self._tensor("expert_starts")
+    def of_experts(self, name: str) -> torch.Tensor:
+        """`expert_starts` or `expert_counts`, int32, for a stream that waits for the layout."""
+        return self._tensor(name)
 
     def memory(self) -> list[torch.Tensor]:
         """What kernels read of it, for whoever must keep it."""
@@ -205,10 +205,18 @@ class CountsEvent(EventHandle):
     @property
     def expert_starts(self) -> torch.Tensor:
         """`EPHandle.expert_starts` as the kernels left it; the current stream waits for them and nothing later."""
+        return self._of_experts("expert_starts")
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """`EPHandle.expert_counts`, in the same way."""
+        return self._of_experts("expert_counts")
+
+    def _of_experts(self, name: str) -> torch.Tensor:
         self.current_stream_wait()
-        starts = self.device_layout.starts()
-        devices.keep_for_current_stream(starts)
-        return starts
+        table = self.device_layout.of_experts(name)
+        devices.keep_for_current_stream(table)
+        return table
 
     def result(self) -> GpuLayout:
         """The layout, as soon as its counts are there.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from comm_core import ElasticBuffer
+from comm_core.backends.gpu_channel import GpuChannel
 from comm_core.legacy import Buffer
 from comm_core.runtime import device as devices
 from comm_core.runtime.errors import CommError, UsageError
@@ -84,6 +85,27 @@ def test_hooks_may_be_called_again_and_results_outstanding_are_bounded(ranks: Po
         assert counted is True
         assert "2 results outstanding" in third and "call the hook of the oldest first" in third
         assert "another shape with 2 results outstanding" in shape
+
+
+def _counted(rank: int) -> list[bool]:
+    """Counts are added to a caller's sums without the host: it learns of none until it asks."""
+    with played():
+        here, found = devices.of("musa", rank), []
+        stats = torch.full((3,), 5, dtype=torch.int32).to(here)
+        with _buffer(rank, num_max_tokens_per_rank=8) as buffer:
+            for turn in range(2):
+                torch.manual_seed(2 * turn + rank)
+                x, ids = torch.randn(6 + rank, 16).to(here), torch.rand(6 + rank, 6).topk(2).indices.to(here)
+                before, options = stats.cpu(), {"num_experts": 6, "do_cpu_sync": False}
+                with mock.patch.object(GpuChannel, "wait", side_effect=AssertionError("the host waits for counts")):
+                    handle = buffer.dispatch(x, ids, cumulative_local_expert_recv_stats=stats, **options)[3]
+                    added = stats.cpu() - before
+                found += [added.tolist() == handle.num_unaligned_recv_tokens_per_expert_list, int(added.sum()) > 0]
+    return found
+
+
+def test_received_rows_are_counted_without_the_host(ranks: Pool) -> None:
+    assert ranks.run(2, _counted) == [[True] * 4] * 2
 
 
 def _v1(buffer: Buffer, world: World) -> dict[str, torch.Tensor]:
