@@ -12,6 +12,7 @@ from torch import Tensor
 
 from comm_core.runtime.errors import UsageError
 from mt_moe.data_path import DataPath
+from mt_moe.recipes import BF16, BLOCK, ROW_ALIGNMENT, Recipe, recipe_of
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
 SCORES: Final = ("sigmoid", "softmax")
@@ -51,6 +52,8 @@ class MoEConfig:
         activation: "silu", "gelu" or "relu".
         gated: whether the activation gates a second projection (SwiGLU with "silu").
         expert_alignment: rows of an expert start at a multiple of it.
+        recipe: numbers of the routed experts' products and of the tokens' way to them: "bf16" (the dtype of tokens),
+            "blockwise" or "rowwise" (FP8, see `recipes`), or a `Recipe`.
         experts: implementation of the experts: "auto", "loop", "grouped", "te".
         init_std: standard deviation of the initial weights.
         seed: of the initial weights.
@@ -83,6 +86,7 @@ class MoEConfig:
     activation: str = "silu"
     gated: bool = True
     expert_alignment: int = 1
+    recipe: str | Recipe = BF16
     experts: str = "auto"
     init_std: float = 0.02
     seed: int = 0
@@ -124,6 +128,21 @@ class MoEConfig:
         # A softmax over one chosen expert is 1 whatever the logits are: the router would learn nothing.
         constant = self.score == "softmax" and self.normalize_weights and self.num_topk == 1
         self._require(not constant, "normalize_weights", "False for softmax scores with num_topk = 1")
+        recipe = recipe_of(self.recipe)
+        if recipe is not None:
+            self._check_recipe(recipe)
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        """What FP8 products ask of sizes and rules."""
+        rows, unit = recipe.alignment, BLOCK if recipe.scaling == "block" else ROW_ALIGNMENT
+        self._require(
+            self.expert_alignment % rows == 0, "expert_alignment", f"a multiple of {rows} with recipe {recipe.name}"
+        )
+        for name in ("latent" if self.latent else "hidden", "ffn"):
+            self._require(getattr(self, name) % unit == 0, name, f"a multiple of {unit} with recipe {recipe.name}")
+        self._require(self.gated and self.activation == "silu", "activation", "gated silu with an FP8 recipe")
+        resends = self.data_path.save_dispatched == "redispatch"
+        self._require(not resends, "data_path", 'save_dispatched "keep" with an FP8 recipe, which keeps rows in FP8')
 
     def _require(self, good: bool, name: str, allowed: str) -> None:
         if not good:

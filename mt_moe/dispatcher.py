@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comm_core import ElasticBuffer, EPHandle
 from mt_moe import functional
-from mt_moe.functional import CombineTicket, DispatchTicket, Resend, StaticRouting
+from mt_moe.functional import Cast, CombineTicket, DispatchTicket, Resend, StaticRouting
 from mt_moe.weight_gradients import WeightGradients
 
 
@@ -25,12 +25,14 @@ class Dispatched:
         row_weights: [num_rows], the routing weight of each row.
         counts: rows of each local expert, unaligned, on the host; None where the host does not wait for them.
         handle: what `launch_combine` needs.
+        quantised: data and scales of rows that travelled so; `rows` then only carries their gradient.
     """
 
     rows: Tensor
     row_weights: Tensor
     counts: list[int] | None
     handle: EPHandle
+    quantised: tuple[Tensor, Tensor] | None = None
 
     @property
     def ends(self) -> Tensor | None:
@@ -53,6 +55,10 @@ class Dispatcher:
         max_tokens_per_rank: where not 0, shapes are those of the worst case for this bound, and nothing waits for the
             host.
         num_sms: multiprocessors of each dispatch and combine at most; 0 for automatic.
+
+    Attributes:
+        cast: packs tokens on their way to the experts; None sends them as they are.
+        grad_cast: packs the gradients of the results on theirs.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class Dispatcher:
         self.expert_alignment = expert_alignment
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_sms = num_sms
+        self.cast: Cast | None = None
+        self.grad_cast: Cast | None = None
 
     def prepare(self, topk_idx: Tensor) -> EPHandle | StaticRouting:
         """Starts the count exchange for topk_idx int64 [num_tokens, num_topk] and returns at once.
@@ -83,13 +91,15 @@ class Dispatcher:
 
     def launch_dispatch(self, x: Tensor, topk_weights: Tensor, handle: EPHandle | StaticRouting) -> DispatchTicket:
         """Starts sending x [num_tokens, hidden] with topk_weights [num_tokens, num_topk]; waits for the counts."""
-        return functional.launch_dispatch(self.buffer, x, topk_weights, handle, num_sms=self.num_sms)
+        return functional.launch_dispatch(
+            self.buffer, x, topk_weights, handle, num_sms=self.num_sms, cast=self.cast
+        )  # fmt: skip
 
     def wait_dispatch(self, ticket: DispatchTicket, weight_gradients: WeightGradients | None = None) -> Dispatched:
         """Makes the current stream wait for the rows; see `functional.wait_dispatch`."""
         rows, row_weights = functional.wait_dispatch(ticket, weight_gradients)
         counts = None if self.max_tokens_per_rank else ticket.handle.num_unaligned_recv_tokens_per_expert_list
-        return Dispatched(rows, row_weights, counts, ticket.handle)
+        return Dispatched(rows, row_weights, counts, ticket.handle, ticket.quantised)
 
     def resend(self, x: Tensor, ticket: DispatchTicket) -> Resend:
         """The tokens of a dispatch, to be sent again in backward."""
@@ -97,7 +107,9 @@ class Dispatcher:
 
     def launch_combine(self, rows: Tensor, handle: EPHandle, resend: Resend | None = None) -> CombineTicket:
         """Starts sending the experts' results [num_rows, hidden] home."""
-        return functional.launch_combine(self.buffer, rows, handle, num_sms=self.num_sms, resend=resend)
+        return functional.launch_combine(
+            self.buffer, rows, handle, num_sms=self.num_sms, resend=resend, cast=self.grad_cast
+        )  # fmt: skip
 
     def wait_combine(self, ticket: CombineTicket) -> Tensor:
         """Makes the current stream wait for the sums [num_tokens, hidden]."""

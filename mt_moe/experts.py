@@ -32,6 +32,7 @@ from mt_moe import grouped_mlp, te_products
 from mt_moe.config import MoEConfig
 from mt_moe.expert_call import ExpertCall, Implementation, Named, Rows, Unit, Weights
 from mt_moe.expert_linear import Collector, Defer, anchored, collected_linear, linear
+from mt_moe.fp8_experts import recipe_implementation
 from mt_moe.init import seeded_normal
 from mt_moe.products import LoopProducts, Products, TorchProducts, why_not
 
@@ -264,7 +265,7 @@ class Experts(nn.Module):
         device: of the weights.
 
     Attributes:
-        recipe: computes the experts instead of `config.experts` where one is set.
+        recipe: computes the experts instead of `config.experts` where one is set; `config.recipe`'s to begin with.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.recipe: Implementation | None = None
+        self.recipe: Implementation | None = recipe_implementation(config.recipe)
         self.first_expert = first_expert
         width = (2 if config.gated else 1) * config.ffn
         shapes = {"fc1": (width, config.hidden), "fc2": (config.hidden, config.ffn)}
@@ -304,6 +305,7 @@ class Experts(nn.Module):
         defer: Defer | None = None,
         ends: Tensor | None = None,
         rows_again: Callable[[], Tensor] | None = None,
+        quantised: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Dispatched rows to output rows; see `expert_mlp`."""
         config = self.config
@@ -323,4 +325,5 @@ class Experts(nn.Module):
             recompute=config.data_path.recompute,
             rows_again=rows_again,
             spare_sms=config.data_path.gemm_spare_sms,
+            quantised=quantised,
         )

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comm_core.runtime.errors import UsageError
 from mt_moe.fp8_operands import FP8, Groups, RowOperand, TokenOperand, WeightOperand
-from mt_moe.recipes import BLOCK, Recipe
+from mt_moe.recipes import BLOCK, Recipe, recipe_of
 
 MAX = 448.0
 AMAX_FLOOR = 1e-4
@@ -211,16 +210,37 @@ def activation_backward(
     }, grad_weights
 
 
-def check_width(width: int, name: str, recipe: Recipe) -> None:
-    """Refuses widths whose blocks would be short.
+class Travel:
+    """How rows travel under a recipe: `functional.Cast` with a scale a block of 128 values, or a row."""
 
-    Raises:
-        UsageError: no multiple of 128 (block), or of 16 (row).
-    """
-    unit = BLOCK if recipe.scaling == "block" else 16
-    if width % unit:
-        raise UsageError(
-            f"{name} = {width} with recipe {recipe.name!r}",
-            allowed=f"a multiple of {unit}",
-            fix=f"choose another {name}, or recipe bf16",
-        )
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """FP8 data of rows [n, hidden] and fp32 scales [n, hidden / 128], or [n, 1] with one a row."""
+        num_rows, hidden = x.shape
+        fast = kernels(x.device)
+        width = hidden if self._recipe.scaling == "row" else BLOCK
+        if fast is not None and num_rows:
+            data, scales = fast.rows_by_row(x.reshape(-1, width), self._recipe)
+        else:
+            data, scales = quantised(x.reshape(-1, width), (1,), self._recipe.power_of_two)
+        return data.view(num_rows, hidden), scales.view(num_rows, -1)
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of data and scales, rounded to `dtype`."""
+        num_rows, hidden = data.shape
+        fast = kernels(data.device)
+        if fast is not None and num_rows and hidden % BLOCK == 0:
+            return fast.unpacked(data, scales, dtype)
+        blocks = data.view(num_rows, scales.shape[1], -1).float() * scales[:, :, None]
+        return blocks.view(num_rows, hidden).to(dtype)
+
+
+def travel_casts(recipe: str | Recipe) -> tuple[Travel | None, Travel | None]:
+    """What packs tokens on their way to the experts, and gradients on theirs; None where they travel as they are."""
+    found = recipe_of(recipe)
+    if found is None:
+        return None, None
+    travel = Travel(found)
+    return travel if found.dispatch == "fp8" else None, travel if found.dispatch_grad == "fp8" else None

@@ -101,6 +101,33 @@ def _cast_row(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cast_blocks(
+    x: tl.tensor, data: tl.tensor, scales: tl.tensor, num_blocks: tl.tensor, POW2: tl.constexpr
+) -> None:  # fmt: skip
+    """64 blocks of 128 values that lie one behind the other."""
+    block = tl.program_id(0) * 64 + tl.arange(0, 64)
+    inside = block < num_blocks
+    where = block.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    v = tl.load(x + where, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = _scale(tl.max(tl.abs(v), axis=1), POW2)
+    tl.store(data + where, _quantised(v, scale[:, None], POW2), mask=inside[:, None])
+    tl.store(scales + block, scale, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _unpack_blocks(
+    data: tl.tensor, scales: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, K: tl.tensor, row_stride: tl.tensor,
+    column_stride: tl.tensor,
+) -> None:  # fmt: skip
+    block = tl.program_id(0) * 64 + tl.arange(0, 64)
+    inside = block < num_blocks
+    where = block.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    scale = tl.load(scales + (block // K).to(tl.int64) * row_stride + (block % K) * column_stride, mask=inside)
+    v = tl.load(data + where, mask=inside[:, None], other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(out + where, v.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _column_amax(x: tl.tensor, x_scales: tl.tensor, amax: tl.tensor, C: tl.tensor, DEQUANTISE: tl.constexpr) -> None:
     """The largest magnitude of each column in 128 rows; FP8 rows with one scale a row."""
     c, block = tl.program_id(0) * 128, tl.program_id(1)
@@ -225,11 +252,26 @@ def rows_by_row(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     data = torch.empty(rows, columns, dtype=FP8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if columns == BLOCK:
+        _cast_blocks[(triton.cdiv(rows, 64),)](x, data, scales, rows, POW2=recipe.power_of_two)
+        return data, scales
     width = triton.next_power_of_2(columns)
     _cast_row[(rows,)](
         x, data, scales, columns, WIDTH=width, POW2=recipe.power_of_two, num_warps=8 if width > 2048 else 4
     )
     return data, scales
+
+
+def unpacked(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `fp8_cast.Travel.unpack`; rows of whole blocks."""
+    data = data.contiguous()
+    rows, width = data.shape[0], data.shape[1] // BLOCK
+    result = torch.empty(data.shape, dtype=dtype, device=data.device)
+    column_stride = 0 if scales.shape[1] == 1 else scales.stride(1)
+    _unpack_blocks[(triton.cdiv(rows * width, 64),)](
+        data, scales, result, rows * width, width, scales.stride(0), column_stride
+    )
+    return result
 
 
 def both_operands(x: Tensor, groups: Groups, recipe: Recipe) -> tuple[RowOperand | None, TokenOperand | None]:

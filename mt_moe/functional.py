@@ -22,7 +22,7 @@ gradients, so that accumulation and hooks of the weights are those of autograd.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ class StaticRouting:
     num_experts: int
     expert_alignment: int
     max_tokens_per_rank: int
+
+
+class Cast(Protocol):
+    """How rows travel in fewer bytes than they have. The cast is straight-through: its gradient is the identity."""
+
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Data and scales of rows [n, hidden]."""
+        ...
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of data and scales."""
+        ...
 
 
 class Resend:
@@ -81,12 +93,17 @@ class Resend:
 class _Exchange:
     """What the launch and wait node of one call share: the event in flight and, in backward, its results."""
 
-    __slots__ = ("buffer", "event", "handle", "num_sms", "pending", "resend", "weight_gradients")
+    __slots__ = (
+        "buffer", "cast", "event", "handle", "num_sms", "pending", "quantised", "resend", "sent", "weight_gradients"
+    )  # fmt: skip
 
     def __init__(self, buffer: ElasticBuffer, handle: EPHandle | StaticRouting, num_sms: int) -> None:
         self.buffer = buffer
         self.handle = handle
         self.num_sms = num_sms
+        self.cast: Cast | None = None
+        self.quantised: tuple[Tensor, Tensor] | None = None
+        self.sent: tuple[Tensor, Tensor] | None = None  # held until it has been read
         self.resend: Resend | None = None
         self.weight_gradients: WeightGradients | None = None
         self.event: EventOverlap | None = None
@@ -97,6 +114,14 @@ class _Exchange:
         event, self.event = self.event, None
         assert event is not None, "wait without a launch before it"
         event.current_stream_wait()
+        self.sent = None
+
+    def packed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Rows as they travel."""
+        if self.cast is None:
+            return x
+        self.sent = self.cast.pack(x)
+        return self.sent
 
     def take(self) -> tuple[Tensor, ...]:
         """The results that the backward of the wait node left here, once they have arrived."""
@@ -133,6 +158,11 @@ class DispatchTicket:
     handle: EPHandle
     _exchange: _Exchange
 
+    @property
+    def quantised(self) -> tuple[Tensor, Tensor] | None:
+        """Data and scales of rows that travel so; `rows` then has no values and carries their gradient."""
+        return self._exchange.quantised
+
 
 @dataclass(frozen=True, slots=True)
 class CombineTicket:
@@ -150,13 +180,17 @@ class _LaunchDispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, topk_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         rows, _, row_weights, exchange.handle, exchange.event = exchange.buffer.dispatch(
-            x,
+            exchange.packed(x),
             topk_weights=topk_weights,
             num_sms=exchange.num_sms,
             async_with_compute_stream=True,
             **exchange.routing(),
         )
         assert row_weights is not None, "weights were given"
+        if isinstance(rows, tuple):
+            # Autograd would cast the gradient of an FP8 tensor to FP8: a tensor of one element stands for the rows.
+            exchange.quantised = rows
+            rows = x.new_zeros(1).expand(rows[0].shape)
         return rows, row_weights
 
     @staticmethod
@@ -203,7 +237,7 @@ class _LaunchCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.dtype = exchange, rows.dtype
         y, _, exchange.event = exchange.buffer.combine(
             rows, exchange.known(), num_sms=exchange.num_sms, async_with_compute_stream=True
         )
@@ -212,8 +246,8 @@ class _LaunchCombine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _y: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_rows,) = ctx.exchange.take()
-        return grad_rows, None
+        grad_rows, *scales = ctx.exchange.take()
+        return ctx.exchange.cast.unpack(grad_rows, scales[0], ctx.dtype) if scales else grad_rows, None
 
 
 class _WaitCombine(torch.autograd.Function):
@@ -231,16 +265,25 @@ class _WaitCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         grad_rows, _, _, _, exchange.event = exchange.buffer.dispatch(
-            grad_y.contiguous(), handle=exchange.known(), num_sms=exchange.num_sms, async_with_compute_stream=True
+            exchange.packed(grad_y.contiguous()),
+            handle=exchange.known(),
+            num_sms=exchange.num_sms,
+            async_with_compute_stream=True,
         )
-        exchange.pending = (grad_rows,)
+        exchange.pending = grad_rows if isinstance(grad_rows, tuple) else (grad_rows,)
         if exchange.resend is not None:
             exchange.resend.launch()
         return grad_y, None
 
 
 def launch_dispatch(
-    buffer: ElasticBuffer, x: Tensor, topk_weights: Tensor, handle: EPHandle | StaticRouting, *, num_sms: int = 0
+    buffer: ElasticBuffer,
+    x: Tensor,
+    topk_weights: Tensor,
+    handle: EPHandle | StaticRouting,
+    *,
+    num_sms: int = 0,
+    cast: Cast | None = None,
 ) -> DispatchTicket:
     """Starts sending every token to the ranks of its experts, one row for each (token, local expert).
 
@@ -251,11 +294,13 @@ def launch_dispatch(
         handle: from `buffer.prepare(topk_idx, num_experts=..., do_expand=True, expert_alignment=...)`; or a
             `StaticRouting`, whose ids are sent along.
         num_sms: multiprocessors to use at most, here and in backward; 0 for automatic.
+        cast: packs the tokens, which then arrive as `ticket.quantised`. Their gradients travel as they are.
 
     Returns:
         A ticket for `wait_dispatch`. Gradients flow to `x` (sum over its rows) and to `topk_weights`.
     """
     exchange = _Exchange(buffer, handle, num_sms)
+    exchange.cast = cast
     rows, row_weights = _LaunchDispatch.apply(x.contiguous(), topk_weights.contiguous(), exchange)
     return DispatchTicket(rows, row_weights, exchange.known(), exchange)
 
@@ -278,7 +323,13 @@ def wait_dispatch(ticket: DispatchTicket, weight_gradients: WeightGradients | No
 
 
 def launch_combine(
-    buffer: ElasticBuffer, rows: Tensor, handle: EPHandle, *, num_sms: int = 0, resend: Resend | None = None
+    buffer: ElasticBuffer,
+    rows: Tensor,
+    handle: EPHandle,
+    *,
+    num_sms: int = 0,
+    resend: Resend | None = None,
+    cast: Cast | None = None,
 ) -> CombineTicket:
     """Starts bringing the experts' results home, where the rows of each token are added without weights.
 
@@ -288,9 +339,10 @@ def launch_combine(
         handle: the handle of that dispatch (`ticket.handle`).
         num_sms: as in `launch_dispatch`.
         resend: launched in backward behind the gradients of the rows.
+        cast: packs the gradients of the sums, which are unpacked where they arrive. The sums travel as they are.
     """
     exchange = _Exchange(buffer, handle, num_sms)
-    exchange.resend = resend
+    exchange.resend, exchange.cast = resend, cast
     y = _LaunchCombine.apply(rows.contiguous(), exchange)
     return CombineTicket(y, handle, exchange)
 

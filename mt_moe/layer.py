@@ -25,6 +25,7 @@ from mt_moe.config import MoEConfig
 from mt_moe.dispatcher import Dispatched, Dispatcher
 from mt_moe.expert_linear import Defer
 from mt_moe.experts import Experts
+from mt_moe.fp8_cast import travel_casts
 from mt_moe.functional import fan_out
 from mt_moe.latent import LatentProjection
 from mt_moe.routed import Journey
@@ -90,6 +91,7 @@ class MoELayer(nn.Module):
             max_tokens_per_rank=config.data_path.tokens_a_chunk,
             num_sms=config.data_path.comm_sms,
         )
+        self.dispatcher.cast, self.dispatcher.grad_cast = travel_casts(config.recipe)
         where = self.buffer.device if device is None else torch.device(device)
         num_local = config.num_experts // self.buffer.num_ranks
         prefix = f"layers.{layer_number}"
@@ -159,7 +161,13 @@ class MoELayer(nn.Module):
     def _on_rows(self, arrived: Dispatched, *, defer: Defer | None, rows_again: Callable[[], Tensor] | None) -> Tensor:
         """The experts on the rows that have arrived."""
         found: Tensor = self.experts(
-            arrived.rows, arrived.counts, arrived.row_weights, defer=defer, ends=arrived.ends, rows_again=rows_again
+            arrived.rows,
+            arrived.counts,
+            arrived.row_weights,
+            defer=defer,
+            ends=arrived.ends,
+            rows_again=rows_again,
+            quantised=arrived.quantised,
         )
         return found
 
