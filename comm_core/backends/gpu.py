@@ -38,7 +38,7 @@ from comm_core.runtime.errors import UsageError
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Multiprocessors of a call that names none: more do not move rows over the link faster, fewer do it slower.
 DEFAULT_SMS = 16
-# The same where rows are added up on their rank first: three quarters add, the others read.
+# The same where rows are added up on their rank first: five eighths add, the others read.
 LAYING_SMS = 64
 _DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512
 _POLL_SECONDS = 2e-5
@@ -123,7 +123,7 @@ class GpuBackend:
                 scale_row_stride=0 if out_scales is None else out_scales.stride(0),
                 scale_col_stride=0 if out_scales is None else out_scales.stride(1),
                 num_out_rows=job.out_x.shape[0],
-                ticks_per_byte=self._ticks_per_byte(sms * _DISPATCH_THREADS // 32),
+                ticks_per_byte=self._ticks_per_byte(),
                 hash=hashed,
                 lent=lent is not None,
                 row_bytes=row_bytes,
@@ -162,7 +162,7 @@ class GpuBackend:
             x, weights, local, lay = self._lay_answers(given, ring, layout, most, lent)
             pullers = sms
             if lay is not None:
-                pullers = max(1, sms // 4)
+                pullers = max(1, sms * 3 // 8)
                 lay.num_sms = max(1, sms - pullers)
             biases = [*map(aligned, job.biases), None, None]
             call = abi.CombineCall(
@@ -175,7 +175,7 @@ class GpuBackend:
                 out_weights=address_of(job.out_weights),
                 bias0=address_of(biases[0]),
                 bias1=address_of(biases[1]),
-                ticks_per_byte=self._ticks_per_byte(pullers * _COMBINE_THREADS // 32),
+                ticks_per_byte=self._ticks_per_byte(),
                 hash=hashed,
                 lent=lent is not None,
                 hidden=hidden,
@@ -270,8 +270,8 @@ class GpuBackend:
         """Multiprocessors of a call; at least two where some lay down what others read."""
         return max(1 + lays, min(job.num_sms or (LAYING_SMS if lays else DEFAULT_SMS), self._channel.num_sms))
 
-    def _ticks_per_byte(self, warps: int) -> float:
-        return 0.0 if self.pace_gbs is None else warps * self._channel.ticks_per_second / (self.pace_gbs * 1e9)
+    def _ticks_per_byte(self) -> float:
+        return 0.0 if self.pace_gbs is None else self._channel.ticks_per_second / (self.pace_gbs * 1e9)
 
     def _ring(self, number: int) -> Ring:
         return Ring(self._channel, ring_half(self._channel, number), devices.raw_stream(self.queue.stream))

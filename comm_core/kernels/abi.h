@@ -6,8 +6,8 @@
 constexpr int MT_MAX_RANKS = 64;      // of one scale-up domain
 constexpr int MT_MAX_TOPK = 32;       // one lane of a warp each
 constexpr int MT_TOKENS = 256;        // tokens that a block of the layout kernel handles at a time
-constexpr int MT_READY = 1024;        // chunks of rows from a rank to another that have a flag
-constexpr int MT_READY_ROWS = 64;     // rows of a chunk, more where there would be more chunks
+constexpr int MT_READY = 4096;        // chunks of rows from a rank to another that have a flag
+constexpr int MT_READY_ROWS = 2;      // rows of a chunk, which one warp lays down; more where there would be more chunks
 constexpr int MT_HEADER_WORDS = 128;  // 16 words, then one count a rank
 constexpr int MT_DONE_SLOTS = 256;    // blocks of a low-latency kernel, at most
 constexpr int MT_BLOCKS_EXPERTS = 256;  // experts of a rank in low-latency calls, at most
@@ -137,7 +137,7 @@ struct MtDispatchCall {
   int64_t scale_row_stride;  // of out_scales, in words
   int64_t scale_col_stride;
   int64_t num_out_rows;   // rows of the outputs; what lies behind the real ones is filled
-  double ticks_per_byte;  // pace of remote bytes a warp, 0 without
+  double ticks_per_byte;  // pace of remote bytes, 0 without
   uint32_t hash;
   uint32_t lent;
   int32_t row_bytes;

@@ -18,6 +18,17 @@ __device__ __forceinline__ void add(W (&sums)[N], const P& pack) {
   for (int i = 0; i < N; ++i) sums[i] += widen(pack.at[i]);  // no product: nothing to fuse
 }
 
+// The same for bf16, two elements a word: the upper half is a number of fp32 as it stands.
+__device__ __forceinline__ void add(float (&sums)[8], const Pack<mt_bf16, 8>& pack) {
+  uint32_t words[4];
+  __builtin_memcpy(words, &pack, 16);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sums[2 * i] += __uint_as_float(words[i] << 16);
+    sums[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
 // Adds up rows given by lanes: lane `b` of the warp holds the address of a summand for each bit b of `lanes`.
 //
 // PAIR summands are loaded before the first is added, STEPS packs each.
@@ -73,15 +84,6 @@ __device__ __forceinline__ void sum_rows(uint32_t lanes, const char* address, co
   }
 }
 
-// Weights of the lanes of a token, each from the rank of its expert.
-__device__ __forceinline__ void return_weights(const MtCombineCall& call, int64_t token, bool valid, int64_t row, const char* weights) {
-  const int lane = lane_id(), num_topk = call.layout.num_topk, words = call.weight_words;
-  if (!call.out_weights || lane >= num_topk) return;
-  uint32_t* out = reinterpret_cast<uint32_t*>(call.out_weights) + (token * num_topk + lane) * words;
-  for (int w = 0; w < words; ++w)
-    out[w] = valid ? reinterpret_cast<const uint32_t*>(weights)[(row * num_topk + lane) * words + w] : 0;
-}
-
 // Rows that are laid down while others read: the flag of each chunk says that its rows are there. Rows of a chunk between two
 // ranks; both know their number.
 __device__ __forceinline__ int chunk_rows(int rows) {
@@ -94,54 +96,95 @@ __device__ __forceinline__ volatile uint32_t* ready_flag(const MtChannel& channe
   return reinterpret_cast<volatile uint32_t*>(segment(channel, 0, reader) + MT_AT_READY) + writer * MT_READY + chunk;
 }
 
+// Where the rows for this rank lie on each rank, in shared memory.
+struct Answers {
+  const char* x[MT_MAX_RANKS];
+  const char* weights[MT_MAX_RANKS];
+  int first[MT_MAX_RANKS];  // of the rows of this rank on another
+  int sent[MT_MAX_RANKS];
+};
+
+// Fills it, behind `begin`. All threads.
+__device__ __forceinline__ void open_answers(const MtCombineCall& call, uint32_t seq, bool moves, Answers& answers) {
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks;
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    const int* matrix = reinterpret_cast<const int*>(call.layout.matrix);
+    int before = 0;
+    for (int s = 0; s < channel.rank; ++s) before += matrix[s * num_ranks + r];
+    answers.first[r] = before;
+    answers.sent[r] = moves ? matrix[channel.rank * num_ranks + r] : 0;
+    if (!moves) continue;
+    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
+    answers.x[r] = r == channel.rank ? reinterpret_cast<const char*>(call.local_x) : announced(channel, words + MT_X, r);
+    answers.weights[r] = announced(channel, words + MT_WEIGHTS, r);
+  }
+  __syncthreads();
+}
+
+// One lane of a token: where its row lies.
+struct Lane {
+  int position;  // among the rows of this rank on another, -1 for none
+  int rank;
+  __device__ static __forceinline__ Lane of(const MtCombineCall& call, const Answers& answers, int position, int64_t id) {
+    const int rank = position >= 0 ? static_cast<int>(id) / call.layout.num_local : 0;
+    return {position < answers.sent[rank] ? position : -1, rank};
+  }
+  __device__ static __forceinline__ Lane at(const MtCombineCall& call, const Answers& answers, int64_t number) {
+    return of(call, answers, reinterpret_cast<const int*>(call.layout.lane_row)[number],
+              reinterpret_cast<const int64_t*>(call.layout.topk_idx)[number]);
+  }
+  __device__ __forceinline__ int64_t row(const Answers& answers) const { return answers.first[rank] + static_cast<int64_t>(position); }
+  // Waits until the row has been laid down; without it the lane is none.
+  __device__ __forceinline__ void await(const MtChannel& channel, const Answers& answers, uint32_t seq) {
+    if (position >= 0 && !wait_flag(channel, ready_flag(channel, channel.rank, rank, position / chunk_rows(answers.sent[rank])), seq, rank))
+      position = -1;
+  }
+};
+
+// Weights of all lanes of all tokens, each from the rank of its expert. Thread `me` of `threads`.
+__device__ __forceinline__ void return_weights(const MtCombineCall& call, const Answers& answers, uint32_t seq, bool waits, int64_t me,
+                                               int64_t threads) {
+  const int num_topk = call.layout.num_topk, words = call.weight_words;
+  const int64_t lanes = static_cast<int64_t>(call.layout.num_tokens) * num_topk;
+  for (int64_t at = me; call.out_weights && at < lanes; at += threads) {
+    Lane lane = Lane::at(call, answers, at);
+    if (waits) lane.await(call.channel, answers, seq);
+    const int64_t from = lane.row(answers) * num_topk + static_cast<int>(at % num_topk);
+    for (int w = 0; w < words; ++w)
+      reinterpret_cast<uint32_t*>(call.out_weights)[at * words + w] =
+          lane.position >= 0 ? reinterpret_cast<const uint32_t*>(answers.weights[lane.rank])[from * words + w] : 0;
+  }
+}
+
+__device__ __forceinline__ const char* row_of_bias(uint64_t bias, int64_t at) { return bias ? reinterpret_cast<const char*>(bias) + at : nullptr; }
+
 // Reads and adds up the tokens of this rank, in the blocks from `first_block` on. With `waits` rows are read chunk by chunk,
 // as their flags come.
 template <typename T, int N, int STEPS>
 __device__ __forceinline__ void pull_tokens(const MtCombineCall& call, uint32_t seq, bool moves, int first_block, bool waits) {
   const MtLayout& layout = call.layout;
-  const MtChannel& channel = call.channel;
-  const int num_ranks = channel.num_ranks, num_topk = layout.num_topk, lane = lane_id();
+  const int num_topk = layout.num_topk, lane_number = lane_id(), rank = call.channel.rank;
   const int64_t row_bytes = static_cast<int64_t>(call.hidden) * sizeof(T);
-  __shared__ const char* rows_at[MT_MAX_RANKS];
-  __shared__ const char* weights_at[MT_MAX_RANKS];
-  __shared__ int first[MT_MAX_RANKS];  // of the rows of this rank on another
-  __shared__ int sent[MT_MAX_RANKS];
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const int* matrix = reinterpret_cast<const int*>(layout.matrix);
-    int before = 0;
-    for (int s = 0; s < channel.rank; ++s) before += matrix[s * num_ranks + r];
-    first[r] = before;
-    sent[r] = moves ? matrix[channel.rank * num_ranks + r] : 0;
-    if (!moves) continue;
-    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
-    rows_at[r] = r == channel.rank ? reinterpret_cast<const char*>(call.local_x) : announced(channel, words + MT_X, r);
-    weights_at[r] = announced(channel, words + MT_WEIGHTS, r);
-  }
-  __syncthreads();
-  const int warps = (gridDim.x - first_block) * blockDim.x / WARP;
+  __shared__ Answers answers;
+  open_answers(call, seq, moves, answers);
+  const int block = static_cast<int>(blockIdx.x) - first_block, blocks = static_cast<int>(gridDim.x) - first_block;
+  const int warps = blocks * static_cast<int>(blockDim.x) / WARP;
   Pace pace = {ticks(), 0};
-  for (int64_t token = (blockIdx.x - first_block) * (blockDim.x / WARP) + warp_id(); token < layout.num_tokens; token += warps) {
-    int position = -1, rank = 0;
-    if (lane < num_topk) {
-      position = reinterpret_cast<const int*>(layout.lane_row)[token * num_topk + lane];
-      if (position >= 0) rank = static_cast<int>(reinterpret_cast<const int64_t*>(layout.topk_idx)[token * num_topk + lane] / layout.num_local);
-      if (position >= sent[rank]) position = -1;
-    }
-    if (waits && position >= 0 &&
-        !wait_flag(channel, ready_flag(channel, channel.rank, rank, position / chunk_rows(sent[rank])), seq, rank))
-      position = -1;
-    const bool valid = position >= 0;
-    const int64_t row = valid ? first[rank] + position : 0;
+  for (int64_t token = block * (blockDim.x / WARP) + warp_id(); token < layout.num_tokens; token += warps) {
+    Lane lane = {-1, 0};
+    if (lane_number < num_topk) lane = Lane::at(call, answers, token * num_topk + lane_number);
+    if (waits) lane.await(call.channel, answers, seq);
+    const bool valid = lane.position >= 0;
     const uint32_t last = reinterpret_cast<const uint32_t*>(layout.last_lanes)[token] & __ballot_sync(ALL_LANES, valid);
-    const char* address = valid ? rows_at[rank] + row * row_bytes : nullptr;
+    const char* address = valid ? answers.x[lane.rank] + lane.row(answers) * row_bytes : nullptr;
     const int64_t at = token * row_bytes;
-    sum_rows<T, N, STEPS>(last, address, call.bias0 ? reinterpret_cast<const char*>(call.bias0) + at : nullptr,
-                          call.bias1 ? reinterpret_cast<const char*>(call.bias1) + at : nullptr,
-                          reinterpret_cast<char*>(call.out_x) + at, call.hidden);
-    return_weights(call, token, valid, row, weights_at[rank]);
-    const uint32_t remote = last & __ballot_sync(ALL_LANES, valid && rank != channel.rank);
-    pace.pass(call.ticks_per_byte, static_cast<int>(row_bytes) * __popc(remote));
+    sum_rows<T, N, STEPS>(last, address, row_of_bias(call.bias0, at), row_of_bias(call.bias1, at), reinterpret_cast<char*>(call.out_x) + at,
+                          call.hidden);
+    const uint32_t remote = last & __ballot_sync(ALL_LANES, valid && lane.rank != rank);
+    pace.pass(call.ticks_per_byte * warps, static_cast<int>(row_bytes) * __popc(remote));
   }
+  return_weights(call, answers, seq, waits, static_cast<int64_t>(block) * blockDim.x + threadIdx.x, static_cast<int64_t>(blocks) * blockDim.x);
 }
 
 template <typename T, int N, int STEPS>
@@ -153,62 +196,102 @@ __global__ void __launch_bounds__(512, 1) combine_impl(const MtCombineCall call)
   end(call.channel, seq, moves, call.lent);
 }
 
-// Lays a row of a combine down: expanded rows of a token added up in lane order, rounded once; a plain row as it is. The
-// weights of its lanes go with it. One warp.
-template <typename T, int N, int STEPS>
-__device__ __forceinline__ void lay_row(const MtReduceCall& call, int64_t row) {
-  const MtLayout& layout = call.layout;
-  const int num_topk = layout.num_topk, lane = lane_id(), words = call.weight_words;
-  const int64_t row_bytes = static_cast<int64_t>(call.hidden) * sizeof(T), at = row * num_topk + lane;
-  const int here = lane < num_topk ? reinterpret_cast<const int*>(layout.local_idx)[at] : -1;
-  int64_t from = row;
-  bool summand = lane == 0;
-  if (layout.expand) {
-    summand = here >= 0;
-    from = summand ? reinterpret_cast<const int*>(layout.expand_row)[at] : 0;
+// A row of a combine that is laid down: lane b of the warp has the expanded row of its lane as a summand, or lane 0 the row
+// itself. The weights of its lanes are laid down here.
+struct Laid {
+  int64_t from;
+  uint32_t lanes;
+  // `here` and `expanded`: of this lane, its local expert (-1 for none) and expanded row.
+  __device__ static __forceinline__ Laid of(const MtReduceCall& call, int64_t row, int here, int expanded) {
+    const MtLayout& layout = call.layout;
+    const int num_topk = layout.num_topk, lane = lane_id(), words = call.weight_words;
+    const bool summand = layout.expand ? here >= 0 : lane == 0;
+    const Laid laid = {layout.expand && summand ? expanded : row, __ballot_sync(ALL_LANES, summand)};
+    if (!call.weights || lane >= num_topk) return laid;
+    const int64_t at = row * num_topk + lane, weight = layout.expand ? laid.from : at;
+    for (int w = 0; w < words; ++w)
+      reinterpret_cast<uint32_t*>(call.lane_weights)[at * words + w] =
+          here >= 0 || !layout.expand ? reinterpret_cast<const uint32_t*>(call.weights)[weight * words + w] : 0;
+    return laid;
   }
-  const uint32_t lanes = __ballot_sync(ALL_LANES, summand);
-  sum_rows<T, N, STEPS>(lanes, reinterpret_cast<const char*>(call.x) + from * row_bytes, nullptr, nullptr,
-                        reinterpret_cast<char*>(call.rows) + row * row_bytes, call.hidden);
-  if (!call.weights || lane >= num_topk) return;
-  const int64_t weight = layout.expand ? from : at;
-  for (int w = 0; w < words; ++w)
-    reinterpret_cast<uint32_t*>(call.lane_weights)[at * words + w] =
-        here >= 0 || !layout.expand ? reinterpret_cast<const uint32_t*>(call.weights)[weight * words + w] : 0;
-}
+  __device__ static __forceinline__ Laid at(const MtReduceCall& call, int64_t row) {
+    const int64_t lane = row * call.layout.num_topk + lane_id();
+    const bool real = lane_id() < call.layout.num_topk;
+    const int here = real ? reinterpret_cast<const int*>(call.layout.local_idx)[lane] : -1;
+    return of(call, row, here, real && call.layout.expand ? reinterpret_cast<const int*>(call.layout.expand_row)[lane] : -1);
+  }
+};
 
-// Combine of rows that are laid down first, in one kernel: the first blocks lay rows down, chunk by chunk and for all ranks in
-// turn, the others read as chunks come. One role a block; those that others wait for come first.
-template <typename T, int N, int STEPS>
-__global__ void __launch_bounds__(512, 1) combine_reduce_impl(const MtCombineCall call, const MtReduceCall lay) {
-  const MtChannel& channel = call.channel;
-  const int layers = lay.num_sms, num_ranks = channel.num_ranks;
-  const uint32_t seq = next_seq(channel);
-  bool moves = true;
-  if (static_cast<int>(blockIdx.x) < layers) {
-    const int* matrix = reinterpret_cast<const int*>(lay.layout.matrix);
-    const int* row_base = reinterpret_cast<const int*>(lay.layout.row_base);
-    int most = 0;
+// The chunks of rows that one warp of several lays down, for all readers in turn; each has a flag that says its rows are there.
+struct Chunks {
+  int rank, num_ranks, next_chunk, warps, most;
+  const int* matrix;
+  const int* row_base;
+  int reader, chunk;
+  int64_t row, end;
+  __device__ __forceinline__ void open(const MtReduceCall& call, int rank_here, int me, int of) {
+    rank = rank_here; num_ranks = call.num_ranks; next_chunk = me; warps = of; most = 0;
+    matrix = reinterpret_cast<const int*>(call.layout.matrix);
+    row_base = reinterpret_cast<const int*>(call.layout.row_base);
     for (int r = 0; r < num_ranks; ++r) {
-      const int rows = matrix[r * num_ranks + channel.rank], size = chunk_rows(rows), chunks = (rows + size - 1) / size;
+      const int rows = matrix[r * num_ranks + rank], size = chunk_rows(rows), chunks = (rows + size - 1) / size;
       most = chunks > most ? chunks : most;
     }
-    for (int q = blockIdx.x; q < most * num_ranks; q += layers) {
-      const int reader = (channel.rank + 1 + q) % num_ranks, chunk = q / num_ranks;
-      const int rows = matrix[reader * num_ranks + channel.rank], size = chunk_rows(rows);
-      const int begin_row = chunk * size, end_row = begin_row + size < rows ? begin_row + size : rows;
-      if (begin_row >= rows) continue;
-      for (int i = begin_row + warp_id(); i < end_row; i += blockDim.x / WARP) lay_row<T, N, STEPS>(lay, row_base[reader] + i);
-      fence_system();
-      __syncthreads();
-      if (threadIdx.x == 0) raise_flag(ready_flag(channel, reader, channel.rank, chunk), seq);
+  }
+  // Goes to the next chunk; false behind the last.
+  __device__ __forceinline__ bool next() {
+    while (next_chunk < most * num_ranks) {
+      const int q = next_chunk;
+      next_chunk += warps;
+      reader = (rank + 1 + q) % num_ranks;
+      chunk = q / num_ranks;
+      const int rows = matrix[reader * num_ranks + rank], size = chunk_rows(rows);
+      if (chunk * size >= rows) continue;
+      row = row_base[reader] + chunk * size;
+      end = row_base[reader] + (chunk * size + size < rows ? chunk * size + size : rows);
+      return true;
     }
+    return false;
+  }
+};
+
+// Says that a chunk is there; all lanes, behind what they wrote.
+__device__ __forceinline__ void raise_ready(const MtChannel& channel, int reader, int chunk, uint32_t seq) {
+  fence_system();
+  __syncwarp();
+  if (lane_id() == 0) raise_flag(ready_flag(channel, reader, channel.rank, chunk), seq);
+}
+
+template <typename T, int N, int STEPS>
+__device__ __forceinline__ void lay_rows(const MtCombineCall& call, const MtReduceCall& lay, uint32_t seq) {
+  const int64_t row_bytes = static_cast<int64_t>(lay.hidden) * sizeof(T);
+  const int each = static_cast<int>(blockDim.x) / WARP;
+  Chunks chunks;
+  chunks.open(lay, call.channel.rank, static_cast<int>(blockIdx.x) * each + warp_id(), lay.num_sms * each);
+  while (chunks.next()) {
+    for (int64_t row = chunks.row; row < chunks.end; ++row) {
+      const Laid laid = Laid::at(lay, row);
+      sum_rows<T, N, STEPS>(laid.lanes, reinterpret_cast<const char*>(lay.x) + laid.from * row_bytes, nullptr, nullptr,
+                            reinterpret_cast<char*>(lay.rows) + row * row_bytes, lay.hidden);
+    }
+    raise_ready(call.channel, chunks.reader, chunks.chunk, seq);
+  }
+}
+
+// Combine of rows that are laid down first, in one kernel: the first blocks lay rows down, chunk by chunk, the others read as
+// chunks come. One role a block; those that others wait for come first.
+template <typename T, int N, int STEPS>
+__global__ void __launch_bounds__(512, 1) combine_reduce_impl(const MtCombineCall call, const MtReduceCall lay) {
+  const uint32_t seq = next_seq(call.channel);
+  bool moves = true;
+  if (static_cast<int>(blockIdx.x) < lay.num_sms) {
+    lay_rows<T, N, STEPS>(call, lay, seq);
   } else {
     const MtPlace none = {};
-    moves = begin(channel, seq, call.hash, MT_OK, call.x, call.weights, none, call.lent, layers);
-    pull_tokens<T, N, STEPS>(call, seq, moves, layers, true);
+    moves = begin(call.channel, seq, call.hash, MT_OK, call.x, call.weights, none, call.lent, lay.num_sms);
+    pull_tokens<T, N, STEPS>(call, seq, moves, lay.num_sms, true);
   }
-  end(channel, seq, moves, false);
+  end(call.channel, seq, moves, false);
 }
 
 }  // namespace mt

@@ -59,36 +59,81 @@ __device__ __forceinline__ void clear_output(const MtDispatchCall& call, int64_t
       reinterpret_cast<uint32_t*>(call.out_scales)[row * call.scale_row_stride + c * call.scale_col_stride] = 0;
 }
 
+// What a dispatch reads from, in shared memory: rows of each source and where they lie.
+struct RowSources {
+  int row_base[MT_MAX_RANKS + 1];
+  int most;  // rows of one source
+  const char* x[MT_MAX_RANKS];
+  const char* weights[MT_MAX_RANKS];
+  const char* scales[MT_MAX_RANKS];
+};
+
+// Fills it, behind `begin`. All threads.
+__device__ __forceinline__ void open_sources(const MtDispatchCall& call, uint32_t seq, bool moves, RowSources& sources) {
+  const MtChannel& channel = call.channel;
+  const int num_ranks = channel.num_ranks;
+  if (threadIdx.x == 0) sources.most = 0;
+  for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x)
+    sources.row_base[r] = moves ? reinterpret_cast<const int*>(call.layout.row_base)[r] : 0;
+  for (int r = threadIdx.x; moves && r < num_ranks; r += blockDim.x) {
+    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
+    sources.x[r] = announced(channel, words + MT_X, r);
+    sources.weights[r] = announced(channel, words + MT_WEIGHTS, r);
+    sources.scales[r] = announced(channel, words + MT_SCALES, r);
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) atomicMax(&sources.most, sources.row_base[r + 1] - sources.row_base[r]);
+  __syncthreads();
+}
+
+// The rows of one warp of several: sources in turn, so that the links to all of them are busy all the time.
+struct Turns {
+  const RowSources& sources;
+  int rank, num_ranks, me, warps;
+  __device__ __forceinline__ int steps() const { return (sources.most * num_ranks + warps - 1) / warps; }
+  // The source of a step, and its row; -1 where it has none.
+  __device__ __forceinline__ int row_of(int step, int* source) const {
+    const int q = step * warps + me;
+    // A number of warps that the ranks divide would give a warp one source alone.
+    const int shift = warps % num_ranks == 0 ? step : 0;
+    *source = (rank + 1 + q % num_ranks + shift) % num_ranks;
+    const int row = sources.row_base[*source] + q / num_ranks;
+    return row < sources.row_base[*source + 1] ? row : -1;
+  }
+};
+
+// Clears what lies between and behind the real rows. Warp `me` of `warps`.
+template <typename VEC>
+__device__ __forceinline__ void clear_rest(const MtDispatchCall& call, const RowSources& sources, bool moves, int me, int warps) {
+  const MtLayout& layout = call.layout;
+  const int* starts = reinterpret_cast<const int*>(layout.expert_starts);
+  if (layout.expand && moves) {
+    const int* counts = reinterpret_cast<const int*>(layout.expert_counts);
+    for (int e = me; e < layout.num_local; e += warps)
+      for (int64_t row = starts[e] + counts[e]; row < starts[e + 1]; ++row) clear_output<VEC>(call, row);
+  }
+  const int64_t real = !moves ? 0 : layout.expand ? starts[layout.num_local] : sources.row_base[call.channel.num_ranks];
+  for (int64_t row = real + me; row < call.num_out_rows; row += warps) clear_output<VEC>(call, row);
+}
+
 template <typename VEC, int STEPS>
 __global__ void __launch_bounds__(1024, 1) dispatch_impl(const MtDispatchCall call) {
   const MtLayout& layout = call.layout;
   const MtChannel& channel = call.channel;
-  const int num_ranks = channel.num_ranks, num_topk = layout.num_topk, lane = lane_id();
-  __shared__ int row_base[MT_MAX_RANKS + 1];
-  __shared__ int most;
-  __shared__ const char* sources[3][MT_MAX_RANKS];
+  const int num_topk = layout.num_topk, lane = lane_id();
+  __shared__ RowSources sources;
   const uint32_t seq = next_seq(channel);
   const bool moves = begin(channel, seq, call.hash, MT_OK, call.x, call.weights, call.scales, call.lent, 0);
-  if (threadIdx.x == 0) most = 0;
-  for (int r = threadIdx.x; r <= num_ranks; r += blockDim.x)
-    row_base[r] = moves ? reinterpret_cast<const int*>(layout.row_base)[r] : 0;
-  for (int r = threadIdx.x; moves && r < num_ranks; r += blockDim.x) {
-    const volatile uint32_t* words = header(channel, seq, channel.rank, r);
-    sources[0][r] = announced(channel, words + MT_X, r);
-    sources[1][r] = announced(channel, words + MT_WEIGHTS, r);
-    sources[2][r] = announced(channel, words + MT_SCALES, r);
-  }
-  __syncthreads();
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) atomicMax(&most, row_base[r + 1] - row_base[r]);
-  __syncthreads();
+  open_sources(call, seq, moves, sources);
   const int warps = gridDim.x * blockDim.x / WARP, me = blockIdx.x * (blockDim.x / WARP) + warp_id();
+  const Turns turns = {sources, channel.rank, channel.num_ranks, me, warps};
   Pace pace = {ticks(), 0};
-  // Sources in turn, so that the links to all of them are busy all the time.
-  for (int q = me; q < most * num_ranks; q += warps) {
-    const int source = (channel.rank + 1 + q) % num_ranks, row = row_base[source] + q / num_ranks;
-    if (row >= row_base[source + 1]) continue;
+  for (int step = 0, steps = turns.steps(); step < steps; ++step) {
+    int source;
+    const int row = turns.row_of(step, &source);
+    if (row < 0) continue;
     const int token = reinterpret_cast<const int*>(layout.recv_token)[row];
-    const char* from = sources[0][source] + static_cast<int64_t>(token) * call.row_bytes;
+    const char* from = sources.x[source] + static_cast<int64_t>(token) * call.row_bytes;
     // One copy for both kinds of row: two of them need more registers than 1,024 threads have.
     int expanded = lane == 0 ? row : -1;
     if (layout.expand)
@@ -96,18 +141,11 @@ __global__ void __launch_bounds__(1024, 1) dispatch_impl(const MtDispatchCall ca
     const uint32_t lanes = __ballot_sync(ALL_LANES, expanded >= 0);
     const Targets targets = {reinterpret_cast<char*>(call.out_x), call.row_bytes, expanded, lanes};
     copy_row<VEC, STEPS>(from, call.row_bytes, __popc(lanes), targets);
-    move_small(call, row, expanded, reinterpret_cast<const uint32_t*>(sources[1][source]),
-               reinterpret_cast<const uint32_t*>(sources[2][source]));
-    if (source != channel.rank) pace.pass(call.ticks_per_byte, call.row_bytes);
+    move_small(call, row, expanded, reinterpret_cast<const uint32_t*>(sources.weights[source]),
+               reinterpret_cast<const uint32_t*>(sources.scales[source]));
+    if (source != channel.rank) pace.pass(call.ticks_per_byte * warps, call.row_bytes);
   }
-  const int* starts = reinterpret_cast<const int*>(layout.expert_starts);
-  if (layout.expand && moves) {
-    const int* counts = reinterpret_cast<const int*>(layout.expert_counts);
-    for (int e = me; e < layout.num_local; e += warps)
-      for (int64_t row = starts[e] + counts[e]; row < starts[e + 1]; ++row) clear_output<VEC>(call, row);
-  }
-  const int64_t real = !moves ? 0 : layout.expand ? starts[layout.num_local] : row_base[num_ranks];
-  for (int64_t row = real + me; row < call.num_out_rows; row += warps) clear_output<VEC>(call, row);
+  clear_rest<VEC>(call, sources, moves, me, warps);
   end(channel, seq, moves, call.lent);
 }
 

@@ -6,8 +6,8 @@
 
 #include "barrier.cuh"
 #include "ceiling.cuh"
-#include "combine.cuh"
-#include "dispatch.cuh"
+#include "combine_bulk.cuh"
+#include "dispatch_bulk.cuh"
 #include "launch.h"
 #include "layout.cuh"
 #include "low_latency.cuh"
@@ -18,6 +18,11 @@ namespace mt {
 
 inline Stream stream_of(void* stream) { return static_cast<Stream>(stream); }
 inline int launched() { return static_cast<int>(MT_RT(GetLastError)()); }
+
+#if defined(MT_MOE_BULK)
+// Whether bulk copies serve: bf16 alone, the type of training, is compiled for them.
+inline bool sums_in_bulk(const MtCombineCall& call) { return call.dtype == 0 && call.hidden % 8 == 0 && has_bulk(); }
+#endif
 
 template <typename T>
 int launch_combine(const MtCombineCall& call, Stream stream) {
@@ -184,6 +189,15 @@ int mt_layout(const MtLayoutCall* call, void* stream) {
 
 int mt_dispatch(const MtDispatchCall* call, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
+#if defined(MT_MOE_BULK)
+  const mt::BulkShape shape = mt::bulk_shape(call->row_bytes, call->num_sms);
+  if (shape.depth) {
+    const int shared = shape.movers * mt::bulk_ring_bytes(shape.depth, shape.piece);
+    mt::allow_shared(mt::dispatch_bulk_impl, shared);
+    mt::dispatch_bulk_impl<<<call->num_sms, 512, shared, on>>>(*call, shape);
+    return mt::launched();
+  }
+#endif
   if (call->row_bytes % 16 == 0)
     mt::dispatch_impl<int4, 4><<<call->num_sms, call->threads, 0, on>>>(*call);
   else if (call->row_bytes % 8 == 0)
@@ -195,6 +209,13 @@ int mt_dispatch(const MtDispatchCall* call, void* stream) {
 
 int mt_combine(const MtCombineCall* call, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
+#if defined(MT_MOE_BULK)
+  if (mt::sums_in_bulk(*call)) {
+    mt::allow_shared(mt::combine_bulk_impl<mt_bf16>, sizeof(mt::SumRing));
+    mt::combine_bulk_impl<mt_bf16><<<call->num_sms, mt::SUM_WARPS * mt::WARP, sizeof(mt::SumRing), on>>>(*call);
+    return mt::launched();
+  }
+#endif
   if (call->dtype == 0) return mt::launch_combine<mt_bf16>(*call, on);
   if (call->dtype == 1) return mt::launch_combine<mt_half>(*call, on);
   if (call->dtype == 3) return mt::launch_combine<double>(*call, on);
@@ -203,6 +224,13 @@ int mt_combine(const MtCombineCall* call, void* stream) {
 
 int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
+#if defined(MT_MOE_BULK)
+  if (mt::sums_in_bulk(*call)) {
+    mt::allow_shared(mt::combine_reduce_bulk_impl<mt_bf16>, sizeof(mt::SumRing));
+    mt::combine_reduce_bulk_impl<mt_bf16><<<lay->num_sms + call->num_sms, mt::SUM_WARPS * mt::WARP, sizeof(mt::SumRing), on>>>(*call, *lay);
+    return mt::launched();
+  }
+#endif
   if (call->dtype == 0) return mt::launch_reduced<mt_bf16>(*call, *lay, on);
   if (call->dtype == 1) return mt::launch_reduced<mt_half>(*call, *lay, on);
   if (call->dtype == 3) return mt::launch_reduced<double>(*call, *lay, on);

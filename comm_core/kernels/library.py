@@ -102,7 +102,7 @@ State = _struct("State", seq=_U32, ticket=_U32, aborted=_U32, status=_U32, diffe
 )  # fmt: skip
 AT_STATE = 2 * MAX_RANKS * HEADER_WORDS * 4 + MAX_RANKS * 4
 AT_PEERS = AT_STATE + 4096
-CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS + 4 * MAX_RANKS * 1024
+CONTROL_BYTES = AT_PEERS + 8 * SEGMENTS * MAX_RANKS + 4 * MAX_RANKS * 4096
 _SIZES = [
     *(
         ctypes.sizeof(t)

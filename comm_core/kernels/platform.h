@@ -113,3 +113,81 @@ template <>
 __device__ __forceinline__ mt_half narrow<mt_half>(float value) { return __float2half_rn(value); }
 
 }  // namespace mt
+
+// Bulk copies between global and shared memory: many kilobytes in flight without a register. CUDA devices of 9.0 and later;
+// everything that uses them has a twin by plain loads and stores.
+#if !defined(MT_MOE_MUSA) && !defined(MT_MOE_PORTABLE)
+#define MT_MOE_BULK 1
+
+namespace mt {
+
+constexpr int BULK_SHARED_BYTES = 220 * 1024;  // of a block, beside what kernels declare
+
+// Counts the bytes of one copy into shared memory; it is used again and again, by turns 0 and 1.
+using BulkFlag = unsigned long long;
+
+inline bool has_bulk() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
+  return major >= 9;
+}
+
+template <typename Kernel>
+inline void allow_shared(Kernel kernel, int bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t in_shared(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+__device__ __forceinline__ void bulk_open(BulkFlag* flag) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(flag)) : "memory");
+}
+
+// Between ordinary accesses and bulk copies of the same memory, in either order.
+__device__ __forceinline__ void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// A flag comes when as many bytes have arrived as it expects; one thread says how many, before or while they are copied.
+__device__ __forceinline__ void bulk_expect(BulkFlag* flag, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(flag)), "r"(bytes) : "memory");
+}
+
+// Starts a copy into shared memory. Bytes and addresses are multiples of 16.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, BulkFlag* flag) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(in_shared(to)), "l"(from),
+               "r"(bytes), "r"(in_shared(flag))
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_await(BulkFlag* flag, uint32_t turn) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(in_shared(flag)), "r"(turn)
+                 : "memory");
+}
+
+// Starts a copy out of shared memory; each thread waits for its own, by groups.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(in_shared(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Shared memory of all groups but the last has been read.
+__device__ __forceinline__ void bulk_read_but_one() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }
+__device__ __forceinline__ void bulk_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+#else
+__device__ __forceinline__ void bulk_open(BulkFlag*) {}
+__device__ __forceinline__ void bulk_fence() {}
+__device__ __forceinline__ void bulk_expect(BulkFlag*, int) {}
+__device__ __forceinline__ void bulk_copy(void*, const void*, int, BulkFlag*) {}
+__device__ __forceinline__ void bulk_await(BulkFlag*, uint32_t) {}
+__device__ __forceinline__ void bulk_store(void*, const void*, int) {}
+__device__ __forceinline__ void bulk_commit() {}
+__device__ __forceinline__ void bulk_read_but_one() {}
+__device__ __forceinline__ void bulk_written() {}
+#endif
+
+}  // namespace mt
+#endif
