@@ -91,7 +91,7 @@ def step(layer: MoELayer, x: Tensor, grad: Tensor, defer: bool = False) -> Resul
     device, dtype = layer.router.weight.device, layer.router.weight.dtype
     decided: list[Tensor] = []
     hook = layer.router.register_forward_hook(lambda _, __, out: decided.append(out.topk_idx))
-    leaf = x.to(device, dtype).requires_grad_()
+    leaf = x.clone().to(device, dtype).requires_grad_()
     handed: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = []
     losses: list[Tensor] = []
     y = layer(leaf, aux_losses=losses, defer=(lambda *pair: handed.append(pair)) if defer else None)
