@@ -4,7 +4,7 @@ For rows x in expert-major groups and one weight matrix W an expert:
 
     forward        y  = x @ W.T
     input_grad     dx = dy @ W
-    weight_grad    dW = dy.T @ x        one matrix an expert, packed in one tensor; `add_weight_grad` adds to one
+    weight_grad    dW = dy.T @ x        one matrix an expert, packed in one tensor
 
 Weights are borrowed: one packed tensor [num_local_experts, out, in] or one tensor [out, in] an expert. What a library
 needs packed is packed without a copy where the matrices lie at equal distances in one storage (`packed_view`).
@@ -64,10 +64,6 @@ class Products(Protocol):
         """[num_local_experts, out, in]; zero for a group without rows."""
         ...
 
-    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, groups: Groups) -> None:
-        """Adds `weight_grad` to a packed tensor."""
-        ...
-
 
 def listed(weights: Weights) -> Sequence[Tensor]:
     """One matrix an expert."""
@@ -120,12 +116,6 @@ class LoopProducts:
             torch.mm(grad[first:end].t(), x[first:end], out=matrix)
         return total
 
-    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, groups: Groups) -> None:
-        """See `Products`."""
-        for matrix, (first, end) in zip(total, groups.bounds(), strict=True):
-            if end > first:
-                matrix.addmm_(grad[first:end].t(), x[first:end])
-
     @staticmethod
     def _fill(out: Tensor, rows: Tensor, matrices: Sequence[Tensor], groups: Groups) -> Tensor:
         bounds = groups.bounds()
@@ -161,13 +151,6 @@ class TorchProducts:
                 if first == end:
                     matrix.zero_()
         return total
-
-    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, groups: Groups) -> None:
-        """See `Products`. With bounds on the host the sum is part of the products, else a pass of its own."""
-        if groups.on_host is None:
-            total += self.weight_grad(grad, x, groups)
-        else:
-            LoopProducts().add_weight_grad(total, grad, x, groups)
 
     @staticmethod
     def _rows(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
@@ -208,8 +191,6 @@ def why_not(products: Products, device: torch.device, dtype: torch.dtype) -> str
             (products.input_grad(grad, weight, groups), plain.input_grad(grad, weight, groups)),
             (products.weight_grad(grad, x, groups), plain.weight_grad(grad, x, groups)),
         ]
-        products.add_weight_grad(pairs[2][0], grad, x, groups)
-        plain.add_weight_grad(pairs[2][1], grad, x, groups)
         for got, want in pairs:
             torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-1)
     except Exception as error:  # whatever a library that does not fit raises

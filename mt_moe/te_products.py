@@ -1,8 +1,8 @@
 """Transformer Engine's grouped product on borrowed weights: one plain product an expert on several streams.
 
-It takes one matrix an expert as it lies, so weights that can not be seen as one tensor need no copy, and it adds to a
-weight gradient inside the product. It needs the bounds of the groups on the host. The function used is not a stable
-interface: it is tried with a tiny product first (`products.why_not`), and what does not fit is the reason given.
+It takes one matrix an expert as it lies, so weights that can not be seen as one tensor need no copy. It needs the
+bounds of the groups on the host. The function used is not a stable interface: it is tried with a tiny product first
+(`products.why_not`), and what does not fit is the reason given.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ class TeProducts:
 
     def weight_grad(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         """See `Products`."""
-        total = grad.new_empty(groups.ends.shape[0], grad.shape[1], x.shape[1])
-        self._weights(total, grad, x, groups, accumulate=False)
+        bounds = groups.bounds()
+        total = grad.new_empty(len(bounds), grad.shape[1], x.shape[1])
+        for matrix, (first, last) in zip(total, bounds, strict=True):
+            if first == last:
+                matrix.zero_()
+        # Groups without rows are left out: their zeros are written.
+        real = [(index, slice(first, last)) for index, (first, last) in enumerate(bounds) if last > first]
+        if real:
+            xs, grads = [x[rows] for _, rows in real], [grad[rows] for _, rows in real]
+            _call(xs, grads, [total[index] for index, _ in real], "NT", grad=True)
         return total
-
-    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, groups: Groups) -> None:
-        """See `Products`."""
-        self._weights(total, grad, x, groups, accumulate=True)
 
     @staticmethod
     def _rows(rows: Tensor, weights: Weights, groups: Groups, layout: str, width: int) -> Tensor:
@@ -71,18 +75,6 @@ class TeProducts:
         out[end:].zero_()
         return out
 
-    @staticmethod
-    def _weights(total: Tensor, grad: Tensor, x: Tensor, groups: Groups, *, accumulate: bool) -> None:
-        bounds = groups.bounds()
-        for matrix, (first, last) in zip(total, bounds, strict=True):
-            if first == last and not accumulate:
-                matrix.zero_()
-        # Groups without rows are left out: there is nothing to add, and their zeros are written.
-        real = [(index, slice(first, last)) for index, (first, last) in enumerate(bounds) if last > first]
-        if real:
-            xs, grads = [x[rows] for _, rows in real], [grad[rows] for _, rows in real]
-            _call(xs, grads, [total[index] for index, _ in real], "NT", accumulate=accumulate, grad=True)
-
 
 def _call(
     a: Sequence[Tensor],
@@ -93,11 +85,9 @@ def _call(
     splits: list[int] | None = None,
     single: bool = False,
     grad: bool = False,
-    accumulate: bool = False,
 ) -> None:
     _function()(
         a, b, out, [None] * len(a), out[0].dtype, layout=layout, m_splits=splits, single_output=single, grad=grad,
-        accumulate=accumulate,
     )  # fmt: skip
 
 

@@ -2,12 +2,10 @@
 
 This module imports Triton; `fused_activation.kernels_on` imports it where a device runs it, nobody else. The gradient
 of the routing weight is a sum along the row, which one program holds from end to end: no atomics, the same bits every
-run.
+run. Triton reads the annotations of a kernel as code: names of its own language alone.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -17,8 +15,8 @@ from torch import Tensor
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _forward(
-    hidden: Any, weights: Any, out: Any, ends: Any, num_ends: Any,
-    FFN: tl.constexpr, BLOCK: tl.constexpr, HAS_ENDS: tl.constexpr,
+    hidden: tl.tensor, weights: tl.tensor, out: tl.tensor, ends: tl.tensor, num_ends: tl.tensor, FFN: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_ENDS: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     limit = FFN
@@ -37,8 +35,9 @@ def _forward(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward(
-    hidden: Any, weights: Any, grad: Any, grad_hidden: Any, grad_weights: Any, out: Any, ends: Any, num_ends: Any,
-    FFN: tl.constexpr, BLOCK: tl.constexpr, HAS_ENDS: tl.constexpr, WANTS_OUT: tl.constexpr,
+    hidden: tl.tensor, weights: tl.tensor, grad: tl.tensor, grad_hidden: tl.tensor, grad_weights: tl.tensor,
+    out: tl.tensor, ends: tl.tensor, num_ends: tl.tensor, FFN: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ENDS: tl.constexpr, WANTS_OUT: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     limit = FFN
@@ -69,7 +68,10 @@ def _backward(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _clear_tail(rows: Any, ends: Any, num_ends: Any, num_rows: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _clear_tail(
+    rows: tl.tensor, ends: tl.tensor, num_ends: tl.tensor, num_rows: tl.tensor, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     # The programs share the rows that are behind the last group, however many there are.
     row = tl.load(ends + num_ends - 1).to(tl.int64) + tl.program_id(0)
     while row < num_rows:
@@ -80,7 +82,9 @@ def _clear_tail(rows: Any, ends: Any, num_ends: Any, num_rows: Any, WIDTH: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _clear_empty(matrices: Any, ends: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _clear_empty(
+    matrices: tl.tensor, ends: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     group = tl.program_id(0)
     begin = 0
     if group > 0:
@@ -147,7 +151,7 @@ def backward(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _lanes_forward(
-    probs: Any, flags: Any, idx: Any, weights: Any, num_tokens: Any,
+    probs: tl.tensor, flags: tl.tensor, idx: tl.tensor, weights: tl.tensor, num_tokens: tl.tensor,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -170,8 +174,8 @@ def _lanes_forward(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _lanes_backward(
-    grad: Any, idx: Any, out: Any, num_tokens: Any,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    grad: tl.tensor, idx: tl.tensor, out: tl.tensor, num_tokens: tl.tensor, EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, WIDTH)

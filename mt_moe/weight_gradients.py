@@ -2,7 +2,8 @@
 
 The gradient of fc1 is the longest piece of backward that nothing waits for: it runs while the gradients of the rows
 travel home. The gradient of fc2 could too, but what it reads is large, and computed at once it is free before more
-is made. Where the tokens of a call go in chunks, the parts of a gradient are added up as they come.
+is made. Where the tokens of a call go in chunks, both wait for the last one, behind whose launch they run as one
+product over the rows of all chunks.
 """
 
 from __future__ import annotations
@@ -34,60 +35,50 @@ class WeightGradients:
         lists = [[weights] if isinstance(weights, Tensor) else list(weights) for weights in (fc1, fc2)]
         self.weights: list[Tensor] = [*lists[0], *lists[1]]
         self._lists, self._num_chunks, self._left = lists, num_chunks, num_chunks
-        self._sums: list[_Sum | None] = [None, None]
-        self._held: list[Compute] = []
+        self._held: tuple[list[Compute], list[Compute]] = ([], [])
+        self._early: Sequence[Tensor] | None = None
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """Takes one gradient of one chunk: fc1's is kept for `finish`, fc2's computed now."""
-        if weights[0] is self._lists[0][0]:
-            self._held.append(compute)
+        """Takes one gradient of one chunk. That of fc2 is computed now where there are no other chunks."""
+        which = 0 if weights[0] is self._lists[0][0] else 1
+        if which == 1 and self._num_chunks == 1:
+            self._early = compute()
         else:
-            self._add(1, compute)
+            self._held[which].append(compute)
 
     @torch.no_grad()
     def finish(self) -> Sequence[Tensor | None]:
-        """Computes what is kept of a chunk. Returns all gradients in the order of `weights` with the last chunk.
+        """Ends a chunk; with the last one, computes what is kept and returns all gradients in the order of `weights`.
 
         Before that, and for weights that need none, they are None.
         """
-        held, self._held = self._held, []
-        for compute in held:
-            self._add(0, compute)
         self._left -= 1
         if self._left:
             return [None] * len(self.weights)
+        self._left = self._num_chunks
+        second, self._early = self._early, None
+        second = _added_up(self._held[1]) if second is None else second
         found: list[Tensor | None] = []
-        for total, weights in zip(self._sums, self._lists, strict=True):
-            found += [None] * len(weights) if total is None else total.result()
-        self._sums, self._left = [None, None], self._num_chunks
+        for total, weights in zip((_added_up(self._held[0]), second), self._lists, strict=True):
+            found += [None] * len(weights) if total is None else total
         return found
 
-    def _add(self, which: int, compute: Compute) -> None:
-        total = self._sums[which]
-        if total is None:
-            self._sums[which] = _Sum(compute)
-        else:
-            total.add(compute)
 
-
-class _Sum:
-    """The gradient of one product; adds into the packed tensor where the parts can."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._split = compute.split if isinstance(compute, WeightGrad) else None
-        self._parts = [compute.packed()] if isinstance(compute, WeightGrad) else list(compute())
-
-    def add(self, compute: Compute) -> None:
-        """Adds one more chunk's."""
-        if isinstance(compute, WeightGrad):
-            compute.add_to(self._parts[0])
-            return
-        for total, part in zip(self._parts, compute(), strict=True):
-            total += part
-
-    def result(self) -> Sequence[Tensor]:
-        """The sum in the form of the weights."""
-        return self._parts if self._split is None else self._split(self._parts[0])
+def _added_up(held: list[Compute]) -> Sequence[Tensor] | None:
+    """The sum of the chunks' gradients of one product, and the end of what they read; None without any."""
+    parts, held[:] = list(held), []
+    if not parts:
+        return None
+    alike = [part for part in parts if isinstance(part, WeightGrad)]
+    if len(parts) > 1 and len(alike) == len(parts):
+        merged = WeightGrad.merged(alike)
+        parts = parts if merged is None else [merged]
+    parts.reverse()
+    total = list(parts.pop()())
+    while parts:
+        for whole, part in zip(total, parts.pop()(), strict=True):
+            whole += part
+    return total
 
 
 class HeldWeightGradients:

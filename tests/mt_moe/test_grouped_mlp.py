@@ -105,20 +105,24 @@ def test_weights_that_lie_side_by_side_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("products", [LoopProducts(), TorchProducts()], ids=lambda item: item.name)
-@pytest.mark.parametrize("on_host", [True, False])
-def test_weight_gradients_add_up(products: Any, on_host: bool) -> None:
-    bounds = (16, 16, 32)
-    groups = Groups(torch.tensor(bounds, dtype=torch.int32), bounds if on_host else None)
-    pairs = [(torch.randn(40, 8), torch.randn(40, 16)) for _ in range(2)]
-    first, second = (WeightGrad(products, grad, x, groups, False, 0) for grad, x in pairs)
-    total = first.packed()
-    second.add_to(total)
+@pytest.mark.parametrize("packed", [True, False])
+def test_weight_gradients_of_chunks_are_one_product(products: Any, packed: bool) -> None:
+    chunks = [((16, 16, 32), 40), ((4, 12, 12), 12), ((0, 0, 0), 0)]
     want = torch.zeros(3, 8, 16, dtype=torch.float64)
-    for grad, x in pairs:
+    parts = []
+    for bounds, num_rows in chunks:
+        groups = Groups(torch.tensor(bounds, dtype=torch.int32), bounds)
+        grad, x = torch.randn(num_rows, 8), torch.randn(num_rows, 16)
+        parts.append(WeightGrad(products, grad, x, groups, packed, 0))
         for expert, (start, end) in enumerate(itertools.pairwise((0, *bounds))):
             want[expert] += grad[start:end].double().t() @ x[start:end].double()
-    assert float((total - want).norm() / want.norm()) < 1e-6
-    assert [part.shape for part in second()] == [(8, 16)] * 3
+    merged = WeightGrad.merged(parts)
+    assert merged is not None
+    found = merged()
+    assert [tuple(part.shape) for part in found] == ([(3, 8, 16)] if packed else [(8, 16)] * 3)
+    assert float((merged.packed() - want).norm() / want.norm()) < 1e-6
+    unknown = WeightGrad(products, torch.randn(4, 8), torch.randn(4, 16), Groups(torch.tensor([4]), None), packed, 0)
+    assert WeightGrad.merged([parts[0], unknown]) is None
 
 
 def test_products_that_are_wrong_are_not_used() -> None:
