@@ -22,6 +22,7 @@ from comm_core.event import EventHandle, EventOverlap
 from comm_core.experimental.interface import Experimental
 from comm_core.handle import EPHandle
 from comm_core.operations import Operations, Rows
+from comm_core.pacing import Paced
 from comm_core.runtime.errors import ClosedError
 from comm_core.symmetric import Symmetric
 from comm_core.validate import CombineArgs, DispatchArgs, Limits
@@ -29,7 +30,7 @@ from comm_core.validate import CombineArgs, DispatchArgs, Limits
 Event = EventHandle | EventOverlap
 
 
-class ElasticBuffer(Experimental, Symmetric):
+class ElasticBuffer(Experimental, Symmetric, Paced):
     """Expert-parallel communication of one process group. Building and closing are collective calls.
 
     Operations are carried out in the order of the calls, which must be the same on all ranks. Any number of handles

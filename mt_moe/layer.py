@@ -21,6 +21,7 @@ from comm_core import ElasticBuffer
 from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
+from mt_moe import memory
 from mt_moe.config import MoEConfig
 from mt_moe.dispatcher import Dispatched, Dispatcher
 from mt_moe.expert_linear import Defer
@@ -157,6 +158,22 @@ class MoELayer(nn.Module):
     def backward_dw(self) -> None:
         """Computes the weight gradients of calls made with `defer=layer.held_weight_gradients.put`."""
         self.held_weight_gradients.run()
+
+    def memory_report(self, num_tokens: int, *, num_rows: int | None = None, microbatches: int = 1) -> str:
+        """A table of what this layer keeps for backward, and would keep with other choices of `DataPath`.
+
+        Args:
+            num_tokens: of this rank.
+            num_rows: rows of its experts; by default those of an even load, or of the worst case where shapes are.
+            microbatches: in flight at once.
+        """
+        config = self.config
+        if num_rows is None:
+            num_rows = num_tokens * config.num_topk
+            bound, local = config.data_path.max_tokens_per_rank, config.num_experts // self.buffer.num_ranks
+            if bound:
+                num_rows = bound * self.buffer.num_ranks * min(config.num_topk, local)
+        return memory.table(memory.choices(config, num_tokens, num_rows, self.experts.fc1.dtype), microbatches)
 
     def _on_rows(self, arrived: Dispatched, *, defer: Defer | None, rows_again: Callable[[], Tensor] | None) -> Tensor:
         """The experts on the rows that have arrived."""
