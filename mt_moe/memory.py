@@ -1,7 +1,7 @@
 """What a layer keeps for backward, by its choices: a table from shapes, in bytes.
 
-For N rows on a rank, each of width H and with an inner width F (2F of fc1's output where gated), in elements of s bytes,
-and T tokens of K lanes:
+For N rows on a rank, each of width H and with an inner width F (2F of fc1's output where gated), in elements of s
+bytes, and T tokens of K lanes:
 
     tokens          T * H * s       the layer's input, which router and dispatch share
     dispatched      N * H * s       with "keep" and "copy"; 0 with "redispatch"
