@@ -65,7 +65,7 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts the exchange of counts. Returns tokens [T, hidden] and topk_weights [T, K]."""
         self._shape = tuple(hidden_states.shape)
-        topk_idx, topk_weights = topk_from_map(probs, routing_map, self.config.moe_router_topk)
+        topk_idx, topk_weights = _lanes(probs, routing_map, self.config)
         self._handle = self.dispatcher.prepare(topk_idx)
         return hidden_states.reshape(-1, hidden_states.shape[-1]), topk_weights
 
@@ -108,12 +108,18 @@ class MegatronDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return hidden_states.reshape(self._shape)
 
 
+def _lanes(probs: torch.Tensor, routing_map: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights of every token, [T, K] each, from Megatron's dense map."""
+    if config.moe_pad_expert_input_to_capacity:
+        # The tokens that pad an expert have weight 0: they add zero to every sum and gradient, and are not sent.
+        routing_map = routing_map & (probs != 0)
+    return topk_from_map(probs, routing_map, config.moe_router_topk)
+
+
 def _refuse_unsupported(config: Any) -> None:
     for name, allowed in (
         ("moe_shared_expert_overlap", False),
-        ("moe_latent_size", None),
         ("moe_apply_probs_on_input", False),
-        ("moe_expert_capacity_factor", None),
         ("fp8", None),
         ("overlap_dispatch_backward_with_experts_wgrad", False),
     ):
@@ -197,11 +203,15 @@ class MTMoELayer(MoELayer):  # type: ignore[misc]
         # The order in which the stock layer's gradients meet, kept so that overlap changes no bit.
         to_dispatch, to_router, to_shared = fan_out(hidden_states, 3)
         probs, routing_map = self.route(to_router, padding_mask)
-        topk_idx, topk_weights = topk_from_map(probs, routing_map, self.config.moe_router_topk)
+        topk_idx, topk_weights = _lanes(probs, routing_map, self.config)
         journey = Journey(self._dispatcher, self.data_path, topk_idx)
-        journey.launch(to_dispatch.reshape(-1, to_dispatch.shape[-1]), topk_weights)
+        latent = bool(self.config.moe_latent_size)
+        sent = self.fc1_latent_proj(to_dispatch)[0] if latent else to_dispatch
+        journey.launch(sent.reshape(-1, sent.shape[-1]), topk_weights)
         shared = self.shared_experts_compute(to_shared)
-        output = journey.finish(borrowed, borrowed.weights(), self._defer()).view(hidden_states.shape)
+        output = journey.finish(borrowed, borrowed.weights(), self._defer()).view(sent.shape)
+        if latent:
+            output = self.fc2_latent_proj(output)[0]
         return output if shared is None else output + shared, None
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
