@@ -184,6 +184,8 @@ def _weight_grads(
     """The gradients of one layer's weights, or none where they are deferred or not needed."""
     tensors, defer = as_given(plan.weights[layer]), plan.defers[layer]
 
+    # Deferred, it runs wherever its caller does, and what is kept may be a view of rows that need a gradient.
+    @torch.no_grad()
     def shaped() -> list[Tensor]:
         result = compute()
         return [result] if tensors[0].dim() == 3 else list(result.unbind(0))
