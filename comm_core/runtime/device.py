@@ -286,6 +286,20 @@ def why_no_collectives(kind: str) -> str | None:
     return None if torch.distributed.is_backend_available(backend) else f"torch has no {backend} backend"
 
 
+def memory_used(device: torch.device) -> int:
+    """Bytes of a device's memory in use, by whomever, as the driver counts them; 0 for the CPU."""
+    if device.type == "cpu":
+        return 0
+    free, total = accelerator(device.type).mem_get_info(device)
+    return int(total - free)
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the driver; nothing on the CPU."""
+    if device.type != "cpu":
+        accelerator(device.type).empty_cache()
+
+
 def name(device: torch.device) -> str:
     """What the hardware calls itself; "CPU" for the CPU."""
     return "CPU" if device.type == "cpu" else str(accelerator(device.type).get_device_name(device))
