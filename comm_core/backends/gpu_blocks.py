@@ -55,7 +55,7 @@ class Shape:
         table = 2 * num_ranks * 4
         sizes = {
             "headers": _HEADER_BYTES,
-            "done": 2 * abi.MAX_RANKS * abi.DONE_SLOTS * 4,
+            "done": 2 * 2 * abi.MAX_RANKS * abi.DONE_SLOTS * 4,
             "counts": table * self.num_local,
             "begins": table * self.num_local,
             "flags": table * self.max_tokens,

@@ -188,7 +188,7 @@ struct MtReduceCall {
 // words hold the low bits of the number above their value.
 struct MtBlocksPlaces {
   uint64_t headers;   // [2 kinds][2][MT_MAX_RANKS][MT_HEADER_WORDS] tagged words: kind 0 dispatch, 1 combine
-  uint64_t done;      // [2 kinds][MT_MAX_RANKS][MT_DONE_SLOTS] words, by writer: the number of the last call its block has read
+  uint64_t done;      // [2 kinds][2][MT_MAX_RANKS][MT_DONE_SLOTS] words, by writer: number of the last call its block has read
   uint64_t counts;    // [2][R][L] tagged, by writer: its tokens for each expert of this rank
   uint64_t begins;    // [2][R][L] tagged, by writer: row of the first answer of each of its experts to this rank
   uint64_t flags;     // [2][R][max_tokens] tagged, by writer: 1 its token is in `rows`, 0 it has no expert here

@@ -46,8 +46,8 @@ __device__ __forceinline__ volatile uint32_t* blocks_header(const MtBlocksCall& 
   return reinterpret_cast<volatile uint32_t*>(blocks_at(call, reader, call.places.headers)) + index;
 }
 
-__device__ __forceinline__ volatile uint32_t* blocks_done(const MtBlocksCall& call, int kind, int reader, int writer) {
-  return reinterpret_cast<volatile uint32_t*>(blocks_at(call, reader, call.places.done)) + (kind * MT_MAX_RANKS + writer) * MT_DONE_SLOTS;
+__device__ __forceinline__ volatile uint32_t* blocks_done(const MtBlocksCall& call, int kind, uint32_t seq, int reader, int writer) {
+  return reinterpret_cast<volatile uint32_t*>(blocks_at(call, reader, call.places.done)) + ((kind * 2 + seq % 2) * MT_MAX_RANKS + writer) * MT_DONE_SLOTS;
 }
 
 // Rows received from `writer` by `reader`.
@@ -99,14 +99,16 @@ __device__ __forceinline__ bool blocks_start(const MtBlocksCall& call, int kind,
   __shared__ uint32_t number;
   const MtChannel& channel = call.channel;
   const int count = channel.num_ranks * MT_DONE_SLOTS;
-  const volatile uint32_t* words = blocks_done(call, kind, channel.rank, 0);
+  const volatile uint32_t* places[] = {blocks_done(call, kind, 0, channel.rank, 0), blocks_done(call, kind, 1, channel.rank, 0)};
   if (threadIdx.x == 0) number = *reinterpret_cast<volatile uint32_t*>(&state_of(channel)->blocks_seq[kind]) + 1;
-  const uint32_t early = static_cast<int>(threadIdx.x) < count ? words[threadIdx.x] : 0;
+  const bool some = static_cast<int>(threadIdx.x) < count;
+  const uint32_t even = some ? places[0][threadIdx.x] : 0, odd = some ? places[1][threadIdx.x] : 0;
   __syncthreads();
   *seq = number;
+  const volatile uint32_t* words = *seq % 2 ? places[1] : places[0];
   bool free = true;
   for (int i = threadIdx.x; i < count; i += BLOCKS_THREADS) {
-    const uint32_t value = i == static_cast<int>(threadIdx.x) ? early : words[i];
+    const uint32_t value = i != static_cast<int>(threadIdx.x) ? words[i] : *seq % 2 ? odd : even;
     if (static_cast<int32_t>(value - (*seq - 2)) >= 0) continue;
     free = free && wait_flag(channel, words + i, *seq - 2, i / MT_DONE_SLOTS);
   }
@@ -120,7 +122,7 @@ __device__ __forceinline__ void blocks_end(const MtBlocksCall& call, int kind, u
   for (int r = 0; r < channel.num_ranks; ++r)
     for (int slot = blockIdx.x + threadIdx.x * gridDim.x; slot < MT_DONE_SLOTS; slot += blockDim.x * gridDim.x) {
       chaos();
-      store_alone(blocks_done(call, kind, r, channel.rank) + slot, seq);
+      store_alone(blocks_done(call, kind, seq, r, channel.rank) + slot, seq);
     }
 }
 

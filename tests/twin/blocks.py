@@ -39,7 +39,7 @@ class _Half(Side):
 
     def done(self, reader: int, writer: int) -> np.ndarray:
         """The numbers up to which the blocks of a rank have read from a rank."""
-        line, size = self.kind * word("MAX_RANKS") + writer, word("DONE_SLOTS")
+        line, size = (self.kind * 2 + self.turn) * word("MAX_RANKS") + writer, word("DONE_SLOTS")
         return words(self.at(reader, "done") + line * size * 4, size)
 
     def table(self, place: str, reader: int, writer: int, width: int) -> np.ndarray:
