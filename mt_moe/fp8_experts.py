@@ -234,7 +234,7 @@ class Fp8Experts:
             return f"width {odd[0]} is no multiple of {unit}"
         if device.type != "cpu" and dtype != torch.bfloat16:
             return f"rows of {dtype}, the products give bfloat16"
-        return fp8_products.unavailable(self.recipe, device)
+        return fp8_products.unavailable(self.recipe, device, widths)
 
     def run(self, call: ExpertCall) -> Tensor:
         """The output rows; see `Implementation`."""
@@ -244,10 +244,11 @@ class Fp8Experts:
         weights = (call.fc1, call.fc2)
         cache = self.cache if self._cache_weights else WeightCache()
         tensors = [as_given(ours) for ours in weights]
+        widths = (call.rows.shape[1], call.fc1[0].shape[0], call.fc2[0].shape[1])
         defers = [call.unit.defer if ours[0].requires_grad else None for ours in tensors]
         plan = _Plan(
             recipe=self.recipe,
-            products=fp8_products.choose(self.recipe, call.rows.device),
+            products=fp8_products.choose(self.recipe, call.rows.device, widths),
             groups=groups,
             quantised=self._arrived(call, groups),
             pairs=(cache.get("fc1", call.fc1, self.recipe), cache.get("fc2", call.fc2, self.recipe)),

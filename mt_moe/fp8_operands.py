@@ -44,17 +44,11 @@ class Groups:
     @classmethod
     def of(cls, ends: Sequence[int], device: torch.device, device_ends: Tensor | None = None) -> Groups:
         """Groups that end at `ends`."""
-        bounds = list(itertools.pairwise((0, *ends)))
-        table: list[list[int]] = [[], [], []]
-        if all(end % BLOCK == 0 for end in ends):
-            for expert, (start, end) in enumerate(bounds):
-                count = (end - start) // BLOCK
-                for column, value in zip(table, (start // BLOCK, count, expert), strict=True):
-                    column += [value] * count
         if device_ends is None:
             device_ends = torch.tensor(ends, dtype=torch.int32, device=device)
-        blocks = torch.tensor(table, dtype=torch.int32, device=device)
-        empty = tuple(expert for expert, (start, end) in enumerate(bounds) if start == end)
+        whole = all(end % BLOCK == 0 for end in ends)
+        blocks = _blocks(device_ends, ends[-1] // BLOCK if whole else 0)
+        empty = tuple(expert for expert, (start, end) in enumerate(itertools.pairwise((0, *ends))) if start == end)
         return cls(tuple(ends), device_ends, blocks, empty)
 
     @property
@@ -67,6 +61,15 @@ class Groups:
         for expert, (start, end) in enumerate(itertools.pairwise((0, *self.ends))):
             if start < end:
                 yield expert, start, end
+
+
+def _blocks(device_ends: Tensor, num_blocks: int) -> Tensor:
+    """The table `Groups.blocks`, made on the device: a copy from the host would wait for all that runs there."""
+    ends = device_ends // BLOCK
+    index = torch.arange(num_blocks, dtype=torch.int32, device=device_ends.device)
+    expert = torch.searchsorted(ends, index, right=True, out_int32=True)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    return torch.stack((starts[expert], (ends - starts)[expert], expert))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,13 @@ class Products:
         name: how it is called in `Recipe.products`.
         rows: (rows, weights, groups, dtype) to [R, N].
         tokens: (gradients, rows, groups, dtype) to [E, N, C]; zero for an expert without rows.
+        unit: what the width that `rows` reduces over must be a multiple of.
     """
 
     name: str
     rows: Callable[[RowOperand, WeightOperand, Groups, torch.dtype], Tensor]
     tokens: Callable[[TokenOperand, TokenOperand, Groups, torch.dtype], Tensor]
+    unit: int = 1
 
 
 def _emulated_rows(a: RowOperand, w: WeightOperand, groups: Groups, dtype: torch.dtype) -> Tensor:
@@ -108,13 +110,6 @@ def _torch_row_tokens(g: TokenOperand, x: TokenOperand, groups: Groups, dtype: t
 
 
 def _torch_block_rows(a: RowOperand, w: WeightOperand, groups: Groups, dtype: torch.dtype) -> Tensor:
-    num_blocks = w.data.shape[2] // BLOCK
-    if num_blocks % 4:
-        raise UsageError(
-            f"{num_blocks * BLOCK} columns in a product of torch with 128 x 128 scales",
-            allowed="a multiple of 512",
-            fix='choose products="transformer_engine" in the recipe, or other widths',
-        )
     y = torch.empty(a.data.shape[0], w.data.shape[1], dtype=dtype, device=a.data.device)
     for expert, start, end in groups.bounds():
         data, scales = a.group(start, end)
@@ -196,7 +191,8 @@ def _make(name: str, scaling: str) -> Products:
     if name == "torch" and scaling == "row":
         return Products(name, _torch_row_rows, _torch_row_tokens)
     if name == "torch":
-        return Products(name, _torch_block_rows, _torch_block_tokens)
+        # Rows of 128 x 128 scales begin at multiples of 16 bytes for cuBLASLt, and torch takes them unpadded alone.
+        return Products(name, _torch_block_rows, _torch_block_tokens, unit=4 * BLOCK)
     if scaling == "row":
         raise NotImplementedError("Transformer Engine has no grouped product with one scale a row")
     if importlib.util.find_spec("transformer_engine") is None:
@@ -254,34 +250,35 @@ def plain_tokens_fp32(g: TokenOperand, x: TokenOperand, groups: Groups) -> Tenso
     return result
 
 
-def unavailable(recipe: Recipe, device: torch.device) -> str | None:
-    """Why a recipe has no products on a device; None where it has."""
-    reasons = []
-    for name in _candidates(recipe):
-        products, reason = probe(name, recipe.scaling, device)
-        if products is not None:
-            return None
-        reasons.append(f"{name}: {reason}")
-    return "; ".join(reasons)
+def unavailable(recipe: Recipe, device: torch.device, widths: Sequence[int] = ()) -> str | None:
+    """Why a recipe has no products on a device for these widths; None where it has."""
+    found = _first(recipe, device, widths)
+    return found if isinstance(found, str) else None
 
 
-def choose(recipe: Recipe, device: torch.device) -> Products:
+def choose(recipe: Recipe, device: torch.device, widths: Sequence[int] = ()) -> Products:
     """The products of a recipe on a device.
 
     Raises:
         UsageError: nothing that the recipe allows holds in a probe, with every reason.
     """
-    for name in _candidates(recipe):
-        products, _ = probe(name, recipe.scaling, device)
-        if products is not None:
+    found = _first(recipe, device, widths)
+    if isinstance(found, str):
+        raise UsageError(
+            f"recipe {recipe.name!r} on {device.type} ({found})",
+            allowed="a device and a library with FP8 products",
+            fix='use recipe bf16, or products="emulated" for the numerics alone',
+        )
+    return found
+
+
+def _first(recipe: Recipe, device: torch.device, widths: Sequence[int]) -> Products | str:
+    """The first products that hold, or why none do. Never the emulation, unless it is asked for by name."""
+    reasons = []
+    for name in ("torch", "transformer_engine") if recipe.products == "auto" else (recipe.products,):
+        products, reason = probe(name, recipe.scaling, device)
+        odd = [] if products is None else [width for width in widths if width % products.unit]
+        if products is not None and not odd:
             return products
-    raise UsageError(
-        f"recipe {recipe.name!r} on {device.type} ({unavailable(recipe, device)})",
-        allowed="a device and a library with FP8 products",
-        fix='use recipe bf16, or products="emulated" for the numerics alone',
-    )
-
-
-def _candidates(recipe: Recipe) -> tuple[str, ...]:
-    """Never the emulation, unless it is asked for by name."""
-    return ("torch", "transformer_engine") if recipe.products == "auto" else (recipe.products,)
+        reasons.append(f"{name}: {reason if products is None else f'width {odd[0]} is no multiple of {products.unit}'}")
+    return "; ".join(reasons)

@@ -219,6 +219,17 @@ def test_a_library_with_wrong_products_is_not_taken(monkeypatch: pytest.MonkeyPa
     assert fp8_products.probe.__wrapped__("torch", "block", torch.device("cpu")) == (right, "")
 
 
+def test_a_library_is_passed_over_for_widths_that_it_can_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fp8_products._make("emulated", "block")
+    have = {"torch": replace(right, name="torch", unit=512), "transformer_engine": replace(right, name="te")}
+    monkeypatch.setattr(fp8_products, "probe", lambda name, *_: (have[name], ""))
+    recipe, cpu = RECIPES["blockwise"], torch.device("cpu")
+    assert fp8_products.choose(recipe, cpu, (1024, 512)).name == "torch"
+    assert fp8_products.choose(recipe, cpu, (1024, 1408)).name == "te"
+    reason = fp8_products.unavailable(replace(recipe, products="torch"), cpu, (1024, 1408))
+    assert reason == "torch: width 1408 is no multiple of 512"
+
+
 def test_bad_calls() -> None:
     problem = Problem(torch.float32, counts=[30, 20])
     inputs = problem.inputs()
