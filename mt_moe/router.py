@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from comm_core.runtime.errors import UsageError
 from mt_moe.config import ROUTER_DTYPES, MoEConfig
 from mt_moe.drop import kept_lanes
+from mt_moe.gate import gate_logits
 from mt_moe.init import seeded_normal
-from mt_moe.routing import forced_logits, gate_logits, route
+from mt_moe.routing import forced_logits, route
 from mt_moe.routing_losses import balance_loss, balance_terms, sequence_balance_loss, z_loss
 
 

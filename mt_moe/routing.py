@@ -20,37 +20,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_moe.config import MoEConfig
 
 _MASK = (1 << 32) - 1
-
-
-class _Gate(torch.autograd.Function):
-    """x @ weight.T in a wide dtype; keeps x and weight as they came, not their wide copies, for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = grad.matmul(weight.to(grad.dtype)).to(x.dtype) if needs_x else None
-        grad_weight = grad.t().matmul(x.to(grad.dtype)).to(weight.dtype) if needs_weight else None
-        return grad_x, grad_weight, None
-
-
-def gate_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logits x [num_tokens, hidden] @ weight [num_experts, hidden].T, computed in `dtype`, forward and backward."""
-    logits: Tensor = _Gate.apply(x, weight, dtype)
-    return logits
 
 
 def choose(scores: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Tensor:

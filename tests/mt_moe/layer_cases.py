@@ -16,8 +16,8 @@ from torch import Tensor
 from comm_core import ElasticBuffer
 from comm_core.runtime import device as devices
 from mt_moe import MoEConfig, MoELayer
+from mt_moe.gate import gate_logits
 from mt_moe.router import Router, Routing
-from mt_moe.routing import gate_logits
 from tests.mt_moe.reference import moe_token, weights_of
 
 SIGMOID = MoEConfig(

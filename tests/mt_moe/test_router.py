@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mt_moe.config import MoEConfig
 from mt_moe.router import Router
 from mt_moe.routing import choose
 from tests.mt_moe.reference import balance_loss_of, route_token
+from tests.pool import run_ranks
 
 BASE = MoEConfig(hidden=12, ffn=8, num_experts=16, num_topk=4, init_std=0.5, routed_scaling_factor=2.5)
 LIMITED = replace(BASE, num_groups=4, num_topk_groups=2)
@@ -246,3 +248,37 @@ def test_one_rank_alone_counts_globally_and_starts_anew() -> None:
     assert router.balance_counts.tolist()[-1] == 2
     router.restart_counts()
     assert not router.balance_counts.any() and not router.tokens_per_expert.any()
+
+
+def run_global_loss(rank: int, seed: int, splits: list[int]) -> tuple[float, Any]:
+    """One rank's part of the global loss over two calls, and its gradient of the weight."""
+    router = router_of_all(seed)
+    x = tokens_of_all(seed).split(splits)[rank]
+    losses = [router.losses(router(part))[0] for part in (x[: len(x) // 2], x)]
+    (grad,) = torch.autograd.grad(losses[1], router.weight)
+    return float(losses[1].detach()), grad.numpy()
+
+
+def router_of_all(seed: int) -> Router:
+    config = replace(BASE, aux_loss_coefficient=0.3, load_balancing="global_aux_loss", seed=seed)
+    return Router(config, dtype=torch.float64)
+
+
+def tokens_of_all(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(20, BASE.hidden, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("splits", [[13, 7], [20, 0]], ids=str)
+def test_the_global_loss_counts_the_tokens_of_all_ranks(splits: list[int], fresh_random_data: int) -> None:
+    """The parts of the ranks add up to the loss of one rank with all tokens, whose counts are a mean over the calls."""
+    parts = run_ranks(2, run_global_loss, fresh_random_data, splits)
+    router, x = router_of_all(fresh_random_data), tokens_of_all(fresh_random_data)
+    halves = torch.cat([part[: len(part) // 2] for part in x.split(splits)])
+    router.losses(router(halves))
+    (want,) = router.losses(router(x))
+    (grad,) = torch.autograd.grad(want, router.weight)
+    total, total_grad = sum(part[0] for part in parts), sum(torch.from_numpy(part[1]) for part in parts)
+    assert abs(total - float(want.detach())) <= 1e-12 * float(want.detach())
+    torch.testing.assert_close(total_grad, grad, rtol=1e-9, atol=1e-12)
+    assert router.balance_counts[:-1].sum() == (len(halves) + 20) * BASE.num_topk
