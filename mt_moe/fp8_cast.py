@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mt_moe.fp8_operands import FP8, Groups, RowOperand, TokenOperand, WeightOperand
-from mt_moe.recipes import BLOCK, Recipe, recipe_of
+from mt_moe.recipes import BLOCK, RECIPES, Recipe, recipe_of
 
 MAX = 448.0
 AMAX_FLOOR = 1e-4
@@ -33,14 +33,42 @@ AMAX_FLOOR = 1e-4
 CASTS, ACTIVATION = "mt_moe.fp8_triton", "mt_moe.fp8_triton_activation"
 
 
-@functools.cache
-def _triton(module: str) -> ModuleType | None:
-    return None if importlib.util.find_spec("triton") is None else importlib.import_module(module)
-
-
 def kernels(device: torch.device, module: str = CASTS) -> ModuleType | None:
-    """The Triton kernels where they run: any device but a CPU, with Triton installed."""
-    return None if device.type == "cpu" else _triton(module)
+    """A module of Triton kernels where they run and are right: never on a CPU."""
+    if device.type == "cpu" or why_no_kernels(device.type) is not None:
+        return None
+    return importlib.import_module(module)
+
+
+@functools.cache
+def why_no_kernels(kind: str) -> str | None:
+    """Why the kernels do not run on a kind of device, found by a tiny example; None where they do."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    recipe, here, there = RECIPES["blockwise"], torch.device("cpu"), torch.device(kind)
+    x, weights = torch.linspace(-3, 3, 128 * 256).view(128, 256).to(torch.bfloat16), torch.linspace(0.5, 2, 128)
+    try:
+        casts, activation = importlib.import_module(CASTS), importlib.import_module(ACTIVATION)
+        groups = Groups.of((128,), there)
+        found = (
+            *casts.both_operands(x.to(there), groups, recipe),
+            activation.activate_row_operand(x.to(there), weights.to(there), groups, recipe),
+        )
+        groups = Groups.of((128,), here)
+        wanted = (
+            *both_operands(x, groups, recipe, rows=True, tokens=True),
+            activate_row_operand(x, weights, groups, recipe),
+        )
+        for got, want in zip(found, wanted, strict=True):
+            assert got is not None and want is not None, "rows and tokens were asked for"
+            torch.testing.assert_close(got.scales.cpu(), want.scales, rtol=1e-5, atol=0)
+            # A value of the activation may fall on the other side of a tie.
+            torch.testing.assert_close(got.data.cpu().float(), want.data.float(), rtol=0.13, atol=1e-2)
+    except Exception as error:
+        # Whatever a compiler or driver that does not fit raises: the definition computes the same, slowly.
+        detail = str(error).splitlines() or [type(error).__name__]
+        return f"triton does not work on {kind}: {detail[0]}"
+    return None
 
 
 def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:

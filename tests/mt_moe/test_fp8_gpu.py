@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,13 @@ def assert_same(got: Any, want: Any, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(got.scales, want.scales, rtol=1e-5, atol=0)
 
 
+def need_kernels() -> None:
+    """Skips without Triton; fails where it is there and its kernels are not right."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    assert fp8_cast.why_no_kernels(KIND) is None
+
+
 def casts(device: torch.device, recipe: Recipe, x: Tensor, weights: Tensor) -> dict[str, Any]:
     groups = Groups.of(ENDS, device)
     rows = fp8_cast.row_operand(x, groups, recipe)
@@ -80,8 +88,7 @@ def test_casts_are_the_definition_bit_for_bit(name: str, power_of_two: bool) -> 
     x = torch.randn(ENDS[-1], 1024) * torch.randn(ENDS[-1], 1).exp()
     x[100:128] = 0
     given = (device, recipe, x.to(device, torch.bfloat16), torch.randn(4, 256, 512).to(device, torch.bfloat16))
-    if fp8_cast.kernels(device) is None:
-        pytest.skip("triton is not installed")
+    need_kernels()
     with definition():
         want = casts(*given)
     for key, got in casts(*given).items():
@@ -99,8 +106,7 @@ def test_activation_is_the_definition_to_rounding(name: str, weight_grads: str) 
     groups = Groups.of(ENDS, device)
     hidden, grad = (torch.randn(ENDS[-1], width).to(device, torch.bfloat16) for width in (1024, 512))
     weights = torch.rand(ENDS[-1]).to(device)
-    if fp8_cast.kernels(device) is None:
-        pytest.skip("triton is not installed")
+    need_kernels()
 
     def run() -> dict[str, Any]:
         operands, grad_weights = fp8_cast.activation_backward(hidden, grad, weights, groups, recipe)
