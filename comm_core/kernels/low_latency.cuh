@@ -456,18 +456,18 @@ __device__ __forceinline__ void dispatch_recv(const MtBlocksCall& call, uint32_t
   blocks_end(call, 0, seq);
 }
 
-// HALVES: HALF_SEND, HALF_RECV, or both; then all blocks must be on the device at once.
-template <typename T, int HALVES>
-__global__ void __launch_bounds__(BLOCKS_THREADS, 1) dispatch_low_latency_impl(const MtBlocksCall call) {
+// `halves`: HALF_SEND, HALF_RECV, or both; then all blocks must be on the device at once.
+template <typename T>
+__global__ void __launch_bounds__(BLOCKS_THREADS, 1) dispatch_low_latency_impl(const MtBlocksCall call, int halves) {
   extern __shared__ uint16_t shared_words[];
   uint32_t seq;
-  if (HALVES & HALF_SEND) {
+  if (halves & HALF_SEND) {
     seq = dispatch_send<T>(call, shared_words);
     blocks_count(call, 0, seq);
   } else {
     seq = *reinterpret_cast<const uint32_t*>(call.seq);
   }
-  if (HALVES & HALF_RECV) dispatch_recv(call, seq, shared_words);
+  if (halves & HALF_RECV) dispatch_recv(call, seq, shared_words);
 }
 
 // Row of the first answer of each local expert among those laid down, in `first`; how many there are. All threads.
@@ -501,7 +501,7 @@ __device__ __forceinline__ void lay_answer(const MtBlocksCall& call, uint32_t se
   const int4* from = reinterpret_cast<const int4*>(call.x + (static_cast<int64_t>(expert) * call.height + i) * row_bytes);
   int reader = -1, position = 0;
   for (int r = lane_id(); r < channel.num_ranks; r += WARP) {
-    const int begin = static_cast<int>(ranges[r] >> 32), count = static_cast<int>(ranges[r] & 0xffffffff);
+    const int begin = static_cast<int>(ranges[r] >> 32), count = static_cast<int>(static_cast<uint32_t>(ranges[r]));
     if (i < begin || i >= begin + count) continue;
     reader = r;
     position = i - begin;
@@ -645,17 +645,17 @@ __device__ __forceinline__ void combine_recv(const MtBlocksCall& call, uint32_t 
   blocks_end(call, 1, seq);
 }
 
-template <typename T, int HALVES>
-__global__ void __launch_bounds__(BLOCKS_THREADS, 1) combine_low_latency_impl(const MtBlocksCall call) {
+template <typename T>
+__global__ void __launch_bounds__(BLOCKS_THREADS, 1) combine_low_latency_impl(const MtBlocksCall call, int halves) {
   __shared__ int first[MT_BLOCKS_EXPERTS + 1];
   uint32_t seq;
-  if (HALVES & HALF_SEND) {
+  if (halves & HALF_SEND) {
     seq = combine_send(call, first);
     blocks_count(call, 1, seq);
   } else {
     seq = *reinterpret_cast<const uint32_t*>(call.seq);
   }
-  if (HALVES & HALF_RECV) combine_recv<T, 16 / sizeof(T)>(call, seq);
+  if (halves & HALF_RECV) combine_recv<T, 16 / sizeof(T)>(call, seq);
 }
 
 }  // namespace mt
