@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mt_moe.config import MoEConfig
 from mt_moe.data_path import DataPath
+from mt_moe.ddp import local_names
 from mt_moe.dispatcher import Dispatcher
 from mt_moe.experts import expert_mlp
 from mt_moe.functional import fan_out, launch_combine, launch_dispatch, wait_combine, wait_dispatch
@@ -18,6 +19,7 @@ __all__ = [
     "fan_out",
     "launch_combine",
     "launch_dispatch",
+    "local_names",
     "wait_combine",
     "wait_dispatch",
 ]
