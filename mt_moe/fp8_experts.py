@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comm_core.runtime import trace
 from comm_core.runtime.errors import UsageError
@@ -42,15 +43,34 @@ def as_given(weights: Weights) -> list[Tensor]:
     return [weights] if isinstance(weights, Tensor) else list(weights)
 
 
+def cast_weights(weights: Weights, recipe: Recipe) -> Pair:
+    """The operands of `weights` for x @ W.T and for dy @ W."""
+    with trace.span("expert_weight_cast", "moe"):
+        return fp8_cast.weight_operands(packed(weights).detach(), recipe)
+
+
 class WeightCache:
     """Quantised weights, kept while the weights they were made of stay the same.
 
-    The same means: the same tensors, with the same version counter and storage. In-place operations advance the
-    counter; writes through `.data` or raw pointers (some fused optimizers) do not, so `clear` after those.
+    The same means: the same tensors, with the same version counter and storage, and no optimizer of torch (subclasses
+    included) has made a step. The counter alone does not do: fused optimizers and writes through `.data` do not advance
+    it. After a write that is neither an operation of autograd nor an optimizer's step, call `clear`.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[list[tuple[Any, int, int]], Recipe, Pair]] = {}
+        this = weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            cache = this()
+            if cache is not None:
+                cache.clear()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        """A copy holds nothing and listens for itself."""
+        return WeightCache, ()
 
     def clear(self) -> None:
         """Forgets everything: the weights have changed."""
@@ -64,8 +84,7 @@ class WeightCache:
             pairs = zip(held[0], tensors, strict=True)
             if all(ref() is w and (version, where) == (w._version, w.data_ptr()) for (ref, version, where), w in pairs):
                 return held[2]
-        with trace.span("expert_weight_cast", "moe"):
-            pair = fp8_cast.weight_operands(packed(weights).detach(), recipe)
+        pair = cast_weights(weights, recipe)
         self._held[kind] = ([(weakref.ref(w), w._version, w.data_ptr()) for w in tensors], recipe, pair)
         return pair
 
@@ -223,7 +242,7 @@ class Fp8Experts:
         self._cache_weights = cache_weights
 
     def weights_changed(self) -> None:
-        """To be called after a write to the weights that their version counter does not show."""
+        """To be called after a write to the weights that nothing shows; see `WeightCache`."""
         self.cache.clear()
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
@@ -242,7 +261,6 @@ class Fp8Experts:
         self._check(call, ends)
         groups = Groups.of(ends, call.rows.device, call.ends)
         weights = (call.fc1, call.fc2)
-        cache = self.cache if self._cache_weights else WeightCache()
         tensors = [as_given(ours) for ours in weights]
         widths = (call.rows.shape[1], call.fc1[0].shape[0], call.fc2[0].shape[1])
         defers = [call.unit.defer if ours[0].requires_grad else None for ours in tensors]
@@ -251,13 +269,18 @@ class Fp8Experts:
             products=fp8_products.choose(self.recipe, call.rows.device, widths),
             groups=groups,
             quantised=self._arrived(call, groups),
-            pairs=(cache.get("fc1", call.fc1, self.recipe), cache.get("fc2", call.fc2, self.recipe)),
+            pairs=(self._cast("fc1", call.fc1), self._cast("fc2", call.fc2)),
             defers=(defers[0], defers[1]),
             weights=weights,
         )
         given = [w if defer is None else w.detach() for ours, defer in zip(tensors, defers, strict=True) for w in ours]
         y: Tensor = _Experts.apply(call.rows, call.row_weights, plan, *given)
         return y
+
+    def _cast(self, kind: str, weights: Weights) -> Pair:
+        if self._cache_weights:
+            return self.cache.get(kind, weights, self.recipe)
+        return cast_weights(weights, self.recipe)
 
     def _arrived(self, call: ExpertCall, groups: Groups) -> RowOperand | None:
         """Rows that came in FP8 as an operand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -192,6 +193,14 @@ def test_weights_are_cast_once_until_they_change(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(problem.call(experts, *inputs), first * 2), "a write past the version counter is not seen"
     experts.weights_changed()
     assert torch.equal(problem.call(experts, *inputs), first * 4)
+    optimizer = torch.optim.SGD([inputs[3]], lr=1.0, fused=True)
+    inputs[3].grad = inputs[3].detach().clone()
+    copied = copy.deepcopy(experts)
+    assert torch.equal(problem.call(copied, *inputs), first * 4)
+    optimizer.step()  # fused: the version counter need not advance
+    assert torch.all(problem.call(experts, *inputs) == 0) and torch.all(problem.call(copied, *inputs) == 0)
+    with torch.no_grad():
+        inputs[3].copy_(problem.fc2 * 4)
     other = [*inputs[:2], inputs[2], inputs[3].detach().clone()]
     assert torch.equal(problem.call(experts, *other), first * 4), "other tensors are other weights"
 
