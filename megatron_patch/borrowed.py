@@ -59,7 +59,7 @@ class BorrowedExperts:
 
     def __init__(self, experts: Any, data_path: DataPath, implementation: str) -> None:
         self._experts, self._data_path, self._implementation = experts, data_path, implementation
-        self._packs = True
+        self._packs, self._at = True, (0, 0)
         self.recipe: Implementation | None = None
         self._parts = [module for module in experts.modules() if module is not experts]
 
@@ -119,8 +119,12 @@ class BorrowedExperts:
         """The implementation asked for; for "auto" on an accelerator the one that copies no weights."""
         if self._implementation != "auto" or rows.device.type == "cpu":
             return self._implementation
-        if self._packs:
-            self._packs = pack(fc1) and pack(fc2)
+        # Where they were found last time they need not be looked for: a parameter that moves has another address.
+        at = fc1[0].data_ptr(), fc2[-1].data_ptr()
+        if at != self._at:
+            self._at, self._packs = at, pack(fc1) and pack(fc2)
+            if self._packs:
+                self._at = fc1[0].data_ptr(), fc2[-1].data_ptr()
         if self._packs:
             return "auto"
         widths = rows.shape[1], fc1[0].shape[0], fc2[0].shape[1]

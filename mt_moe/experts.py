@@ -193,7 +193,7 @@ def expert_mlp(
     """
     layout = None if counts is None else Rows.of(counts, expert_alignment, rows.shape[0])
     _check_shapes(rows, len(counts) if counts is not None else _known(ends), row_weights, fc1, fc2, gated)
-    widths = (rows.shape[1], fc1[0].shape[0], fc2[0].shape[1])
+    widths = (rows.shape[1], *_matrix(fc1)[:1], *_matrix(fc2)[1:])
     if recipe is None and rows_again is not None:
         implementation = _able_to_ask_again(implementation)
     chosen = _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)] if recipe is None else recipe
@@ -226,6 +226,15 @@ def _known(ends: Tensor | None) -> int:
     return ends.shape[0]
 
 
+def _matrix(weights: Weights) -> tuple[int, ...]:
+    """The shape of one expert's matrix, without indexing a packed tensor, which is work for autograd."""
+    return tuple(weights.shape[1:] if isinstance(weights, Tensor) else weights[0].shape)
+
+
+def _shapes(weights: Weights) -> set[tuple[int, ...]]:
+    return {_matrix(weights)} if isinstance(weights, Tensor) else {weight.shape for weight in weights}
+
+
 def _check_shapes(rows: Tensor, num_experts: int, row_weights: Tensor, fc1: Weights, fc2: Weights, gated: bool) -> None:
     if num_experts == 0 or len(fc1) != num_experts or len(fc2) != num_experts:
         raise UsageError(
@@ -233,12 +242,11 @@ def _check_shapes(rows: Tensor, num_experts: int, row_weights: Tensor, fc1: Weig
             allowed="one of each for every local expert, at least one expert",
             fix="pass the counts and the weights of the same experts",
         )
-    hidden, ffn = fc2[0].shape
+    hidden, ffn = _matrix(fc2)
     first = ((2 if gated else 1) * ffn, hidden)
-    shapes = {tuple(weight.shape) for weight in fc1} | {(first[0], rows.shape[1])}
-    if shapes != {first} or {tuple(weight.shape) for weight in fc2} != {(hidden, ffn)}:
+    if _shapes(fc1) | {(first[0], rows.shape[1])} != {first} or _shapes(fc2) != {(hidden, ffn)}:
         raise UsageError(
-            f"rows {tuple(rows.shape)}, fc1 {tuple(fc1[0].shape)}, fc2 {tuple(fc2[0].shape)}, gated={gated}",
+            f"rows {tuple(rows.shape)}, fc1 {_matrix(fc1)}, fc2 {_matrix(fc2)}, gated={gated}",
             allowed="rows [num_rows, hidden], fc1 [2 * ffn if gated else ffn, hidden], fc2 [hidden, ffn], each",
             fix="check hidden, ffn and gated",
         )

@@ -33,7 +33,10 @@ from mt_moe.products import Groups, Products, leaving_sms, packed_view, span
 class _Plan:
     """What a call does and keeps; everything but tensors that autograd follows.
 
-    `defers` holds, for fc1 and fc2, what takes the weight gradient out of backward, or None.
+    Attributes:
+        num_followed: weights of fc1, then those of fc2, that autograd follows: none where their gradient is deferred.
+        is_packed: whether the weights given are one packed tensor, so that their gradient is.
+        defers: for fc1 and fc2, what takes the weight gradient out of backward, or None.
     """
 
     products: Products
@@ -42,7 +45,8 @@ class _Plan:
     recompute: str
     rows_again: Callable[[], Tensor] | None
     spare_sms: int
-    num_weights: int
+    num_followed: tuple[int, int]
+    is_packed: tuple[bool, bool]
     defers: tuple[Callable[[WeightGrad], None] | None, Callable[[WeightGrad], None] | None]
 
     @property
@@ -114,12 +118,13 @@ class WeightGrad:
 
 
 class _GroupedMlp(torch.autograd.Function):
-    """See the module; `weights` are those of fc1, then those of fc2: one packed tensor each, or one an expert."""
+    """See the module. Computes with `forms` of fc1 and fc2; `weights` are there for autograd to follow."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, plan: _Plan, *weights: Tensor) -> Tensor:
-        fc1, fc2 = _forms(plan, weights)
-        unit = plan.unit
+    def forward(
+        ctx: Any, rows: Tensor, row_weights: Tensor, plan: _Plan, forms: tuple[Weights, Weights], *weights: Tensor
+    ) -> Tensor:
+        (fc1, fc2), unit = forms, plan.unit
         with leaving_sms(plan.spare_sms):
             hidden = plan.products.forward(rows, fc1, plan.groups)
             active = fused_activation.forward(hidden, row_weights, unit.activation, unit.gated, plan.tail)
@@ -129,20 +134,21 @@ class _GroupedMlp(torch.autograd.Function):
             row_weights,
             None if plan.recompute == "fc1" else hidden,
             active if plan.recompute == "nothing" else None,
-            *weights,
+            *_flat(fc1),
+            *_flat(fc2),
         )
-        ctx.plan, ctx.views = plan, (fc1, fc2)
+        ctx.plan, ctx.num_saved = plan, len(_flat(fc1))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        rows, row_weights, hidden, active, *weights = ctx.saved_tensors
-        fc1, fc2 = ctx.views
+        rows, row_weights, hidden, active, *forms = ctx.saved_tensors
+        fc1, fc2 = _form(forms[: ctx.num_saved]), _form(forms[ctx.num_saved :])
         products, groups, unit, again = plan.products, plan.groups, plan.unit, plan.rows_again
         first = rows if again is None else again
-        needs = ctx.needs_input_grad
+        needs, (count, more) = ctx.needs_input_grad, plan.num_followed
         grad = grad.contiguous()
         with leaving_sms(plan.spare_sms):
             if hidden is None:
@@ -154,20 +160,19 @@ class _GroupedMlp(torch.autograd.Function):
                 hidden, row_weights, grad_active, unit.activation, unit.gated, plan.tail, wants_out=active is None
             )
         grad_hidden, grad_weights = found.hidden, found.row_weights
-        count, is_packed = plan.num_weights, weights[0].dim() == 3
         active = found.out if active is None else active
         assert active is not None, "asked for where it was not saved"
-        taken = WeightGrad(products, grad, active, groups, is_packed, plan.spare_sms)
+        taken = WeightGrad(products, grad, active, groups, plan.is_packed[1], plan.spare_sms)
         del hidden, active, grad_active, found  # what is not read again makes room for what follows
-        seconds = _take(taken, plan.defers[1], any(needs[3 + count :]), len(weights) - count)
+        seconds = _take(taken, plan.defers[1], any(needs[4 + count :]), more)
         del taken
         grad_rows = None
         if needs[0]:
             with span("expert_input_grad", grad_hidden), leaving_sms(plan.spare_sms):
                 grad_rows = products.input_grad(grad_hidden, fc1, groups)
-        taken = WeightGrad(products, grad_hidden, first, groups, is_packed, plan.spare_sms)
-        firsts = _take(taken, plan.defers[0], any(needs[3 : 3 + count]), count)
-        return grad_rows, grad_weights if needs[1] else None, None, *firsts, *seconds
+        taken = WeightGrad(products, grad_hidden, first, groups, plan.is_packed[0], plan.spare_sms)
+        firsts = _take(taken, plan.defers[0], any(needs[4 : 4 + count]), count)
+        return grad_rows, grad_weights if needs[1] else None, None, None, *firsts, *seconds
 
 
 def _take(
@@ -181,32 +186,40 @@ def _take(
     return [None] * count
 
 
-def _forms(plan: _Plan, weights: Sequence[Tensor]) -> tuple[Weights, Weights]:
-    """The weights of fc1 and fc2 in the best form that needs no copy."""
-    return _form(weights[: plan.num_weights]), _form(weights[plan.num_weights :])
-
-
 def _form(weights: Sequence[Tensor]) -> Weights:
+    """One tensor for all, where it needs no copy."""
     if weights[0].dim() == 3:
         return weights[0]
     view = packed_view(weights)
-    return list(weights) if view is None else view
+    return weights if view is None else view
+
+
+def _flat(weights: Weights) -> Sequence[Tensor]:
+    return [weights] if isinstance(weights, Tensor) else weights
 
 
 def run(call: ExpertCall, products: Products) -> Tensor:
     """The experts by the products of a library; see `expert_mlp`."""
-    listed1, listed2 = ([weights] if isinstance(weights, Tensor) else list(weights) for weights in (call.fc1, call.fc2))
-    defers = tuple(_deferred(weights, call) for weights in (listed1, listed2))
-    given = [
-        weight if defer is None else weight.detach()
-        for weights, defer in zip((listed1, listed2), defers, strict=True)
-        for weight in weights
-    ]
-    groups = Groups(call.device_ends(), None if call.layout is None else call.layout.ends)
+    given = _flat(call.fc1), _flat(call.fc2)
+    defers = _deferred(given[0], call), _deferred(given[1], call)
+    followed = [weights if defer is None else [] for weights, defer in zip(given, defers, strict=True)]
     plan = _Plan(
-        products, groups, call.unit, call.recompute, call.rows_again, call.spare_sms, len(listed1), defers  # type: ignore[arg-type]
-    )  # fmt: skip
-    y: Tensor = _GroupedMlp.apply(call.rows.contiguous(), call.row_weights.contiguous(), plan, *given)
+        products=products,
+        groups=Groups(call.device_ends(), None if call.layout is None else call.layout.ends),
+        unit=call.unit,
+        recompute=call.recompute,
+        rows_again=call.rows_again,
+        spare_sms=call.spare_sms,
+        num_followed=(len(followed[0]), len(followed[1])),
+        is_packed=(isinstance(call.fc1, Tensor), isinstance(call.fc2, Tensor)),
+        defers=defers,
+    )
+    # Outside of the node: what is not followed must not be seen by autograd.
+    with torch.no_grad():
+        forms = _form(given[0]), _form(given[1])
+    y: Tensor = _GroupedMlp.apply(
+        call.rows.contiguous(), call.row_weights.contiguous(), plan, forms, *followed[0], *followed[1]
+    )
     return y
 
 

@@ -72,18 +72,20 @@ def listed(weights: Weights) -> Sequence[Tensor]:
 
 def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
     """The matrices as one tensor over their own memory, where they lie at equal distances in it; None elsewhere."""
-    first = weights[0]
-    step = weights[1].storage_offset() - first.storage_offset() if len(weights) > 1 else first.numel()
-    storage = first.untyped_storage().data_ptr()
-    if step < first.numel() or not first.is_contiguous():
+    first, last = weights[0], weights[-1]
+    at = first.data_ptr()
+    step = weights[1].data_ptr() - at if len(weights) > 1 else first.nbytes
+    if step < first.nbytes or step % first.itemsize or not first.is_contiguous():
         return None
-    for index, weight in enumerate(weights):
-        if weight.storage_offset() != first.storage_offset() + index * step or not weight.is_contiguous():
+    # Addresses between those of two tensors of one storage are addresses of that storage.
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    for weight in weights:
+        if weight.data_ptr() != at or not weight.is_contiguous():
             return None
-        if weight.untyped_storage().data_ptr() != storage:
-            return None
-    shape = (len(weights), *first.shape)
-    return first.detach().as_strided(shape, (step, *first.stride()), first.storage_offset())
+        at += step
+    form = (step // first.itemsize, *first.stride())
+    return first.detach().as_strided((len(weights), *first.shape), form, first.storage_offset())
 
 
 def packed(weights: Weights) -> Tensor:

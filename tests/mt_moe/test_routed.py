@@ -16,9 +16,11 @@ from comm_core.runtime.errors import UsageError
 from mt_moe import DataPath, MoEConfig, MoELayer
 from mt_moe.products import LoopProducts
 from mt_moe.routed import chunk_sizes
+from tests.dist import run_ranks as run_fresh_ranks
 from tests.mt_moe.layer_cases import Place
 from tests.mt_moe.recorded import Mark, RecordedBuffer
 from tests.pool import run_ranks
+from tests.twin.torch_musa import played, why_not
 
 CONFIG = MoEConfig(
     hidden=16, ffn=8, num_experts=6, num_topk=2, shared_ffn=8, expert_alignment=4, init_std=0.5, seed=5,
@@ -67,10 +69,16 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     )
 
 
-def compare(rank: int, seed: int, place: Place, dtype: torch.dtype) -> dict[str, float]:
-    """By case, the distance of its results from those of the plain way."""
+def compare(rank: int, seed: int, place: Place, dtype: torch.dtype, few: bool = False) -> dict[str, float]:
+    """By case, the distance of its results from those of the plain way; `few` for the four that differ most from it."""
     found: dict[str, float] = {}
     with place.buffer(rank) as buffer:
+        if few:
+            want = outcome(buffer, replace(CONFIG, data_path=PLAIN), 13 - 4 * rank, dtype, seed)
+            for name in ("delayed", "worst case, redispatch", "4 chunks, redispatch", "2 chunks, worst case"):
+                config = replace(CONFIG, data_path={**SAME_BITS, **NEAR}[name])
+                found[name] = differences(outcome(buffer, config, 13 - 4 * rank, dtype, seed), want)
+            return found
         for tokens in ((13, 9), (14, 0)):
             want = outcome(buffer, replace(CONFIG, data_path=PLAIN), tokens[rank], dtype, seed)
             for name, data_path in {**SAME_BITS, **NEAR}.items():
@@ -108,6 +116,25 @@ def check(place: Place, dtype: torch.dtype, near: float, seed: int) -> None:
             limit = near if any(name.startswith(other) for other in NEAR) else 0.0
             limit = 1e-13 if name == "loop, 2 chunks" else limit
             assert distance <= limit, f"{name}: {distance}"
+
+
+class _Shared(Place):
+    """Ranks that share the first device: autograd has threads for as many as the double has at first."""
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device(self.kind, 0)
+
+
+def _played(rank: int, seed: int) -> dict[str, float]:
+    with played():
+        return compare(rank, seed, _Shared("musa"), torch.float32, few=True)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_over_a_played_device(fresh_random_data: int) -> None:
+    """By the kernels' doubles, which also find what is read before it is there or written while it is read."""
+    for found in run_fresh_ranks(2, _played, fresh_random_data, timeout=120.0):
+        assert len(found) == 4 and max(found.values()) < 1e-6, found
 
 
 def test_every_way_gives_the_same(fresh_random_data: int) -> None:
