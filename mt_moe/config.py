@@ -141,8 +141,13 @@ class MoEConfig:
         for name in ("latent" if self.latent else "hidden", "ffn"):
             self._require(getattr(self, name) % unit == 0, name, f"a multiple of {unit} with recipe {recipe.name}")
         self._require(self.gated and self.activation == "silu", "activation", "gated silu with an FP8 recipe")
-        resends = self.data_path.save_dispatched == "redispatch"
-        self._require(not resends, "data_path", 'save_dispatched "keep" with an FP8 recipe, which keeps rows in FP8')
+        path = self.data_path
+        self._require(
+            path.save_dispatched != "redispatch" and path.recompute == "activation" and path.max_tokens_per_rank == 0,
+            "data_path",
+            'save_dispatched "keep", recompute "activation" and max_tokens_per_rank 0 with an FP8 recipe: it keeps rows '
+            "in FP8 and needs the counts on the host",
+        )
 
     def _require(self, good: bool, name: str, allowed: str) -> None:
         if not good:

@@ -273,6 +273,8 @@ def test_config_refuses_what_a_recipe_can_not_do() -> None:
         {"activation": "gelu"},
         {"recipe": "fp4"},
         {"data_path": DataPath(save_dispatched="redispatch")},
+        {"data_path": DataPath(recompute="fc1")},
+        {"data_path": DataPath(max_tokens_per_rank=64)},
     ):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             replace(config, **wrong)
