@@ -145,8 +145,8 @@ class MoEConfig:
         self._require(
             path.save_dispatched != "redispatch" and path.recompute == "activation" and path.max_tokens_per_rank == 0,
             "data_path",
-            'save_dispatched "keep", recompute "activation", max_tokens_per_rank 0 with an FP8 recipe: it keeps rows in '
-            "FP8 and needs the counts on the host",
+            'save_dispatched "keep", recompute "activation", max_tokens_per_rank 0 with an FP8 recipe: it keeps rows '
+            "in FP8 and needs the counts on the host",
         )
 
     def _require(self, good: bool, name: str, allowed: str) -> None:
