@@ -113,6 +113,7 @@ class BorrowedExperts:
             recompute=path.recompute,
             rows_again=rows_again,
             spare_sms=path.gemm_spare_sms,
+            release=path.release,
         )
 
     def _choose(self, rows: Tensor, fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> str:

@@ -24,6 +24,9 @@ class DataPath:
         recompute: "activation": fc1's output is saved and the activation computed again, inside the pass that computes
             its gradients. "fc1": neither is saved, fc1 runs again. "nothing": both are saved.
         delay_wgrad: fc1's weight gradient runs while the gradients of the rows travel home, instead of before.
+        release: backward gives the memory of dispatched rows and of their gradients back as soon as they are read,
+            instead of when autograd lets go of them, and computes both weight gradients before the gradients of the
+            rows: least memory, without `delay_wgrad`. A graph can then be run backward once.
         comm_sms: multiprocessors of dispatch and combine, 0 for automatic.
         gemm_spare_sms: multiprocessors that the products of the experts leave to what runs beside them.
         max_tokens_per_rank: where not 0, shapes are those of the worst case for this many tokens a rank, the host waits
@@ -37,6 +40,7 @@ class DataPath:
     save_dispatched: str = "keep"
     recompute: str = "activation"
     delay_wgrad: bool = True
+    release: bool = False
     comm_sms: int = 0
     gemm_spare_sms: int = 0
     max_tokens_per_rank: int = 0
@@ -46,6 +50,7 @@ class DataPath:
             self._require(getattr(self, name) >= least, name, f"{least} or more")
         self._require(self.save_dispatched in SAVE_DISPATCHED, "save_dispatched", ", ".join(SAVE_DISPATCHED))
         self._require(self.recompute in RECOMPUTE, "recompute", ", ".join(RECOMPUTE))
+        self._require(not (self.release and self.delay_wgrad), "release", "True with delay_wgrad=False alone")
 
     def _require(self, good: bool, name: str, allowed: str) -> None:
         if not good:

@@ -99,6 +99,7 @@ class ExpertCall:
         recompute: what backward computes again, see `DataPath`.
         rows_again: gives `rows` in backward where they are not to be saved; called at most once.
         spare_sms: multiprocessors that products leave to others.
+        release: backward may free `rows` and the gradient of the result once they are read: nobody else has them.
         quantised: FP8 data [num_rows, hidden] and scales [num_rows, blocks or more] of rows that arrived so; a recipe
             reads these, and `rows` only carries the gradient.
     """
@@ -113,6 +114,7 @@ class ExpertCall:
     recompute: str = "activation"
     rows_again: Callable[[], Tensor] | None = None
     spare_sms: int = 0
+    release: bool = False
     quantised: tuple[Tensor, Tensor] | None = None
 
     def device_ends(self) -> Tensor:

@@ -160,6 +160,7 @@ def expert_mlp(
     recompute: str = "activation",
     rows_again: Callable[[], Tensor] | None = None,
     spare_sms: int = 0,
+    release: bool = False,
     quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Every row through its expert.
@@ -183,6 +184,7 @@ def expert_mlp(
         recompute: "activation", "fc1" or "nothing", what backward of a grouped implementation computes again.
         rows_again: gives `rows` in backward, which are not saved then; "auto" means "grouped" with it.
         spare_sms: multiprocessors that grouped products leave to others.
+        release: see `ExpertCall`; for a grouped implementation without `defer`.
         quantised: data and scales of rows that arrived in FP8 (see `ExpertCall`), for a recipe alone.
 
     Returns:
@@ -203,7 +205,9 @@ def expert_mlp(
     if defer is not None:
         rows = anchored(anchored(rows, fc1), fc2)
     unit = Unit(activation, gated, defer)
-    call = ExpertCall(rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms, quantised)
+    call = ExpertCall(
+        rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms, release, quantised
+    )  # fmt: skip
     with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=chosen.name):
         return chosen.run(call)
 
@@ -333,5 +337,6 @@ class Experts(nn.Module):
             recompute=config.data_path.recompute,
             rows_again=rows_again,
             spare_sms=config.data_path.gemm_spare_sms,
+            release=config.data_path.release,
             quantised=quantised,
         )

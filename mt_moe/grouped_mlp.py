@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from comm_core.runtime.errors import UsageError
 from mt_moe import fused_activation
 from mt_moe.expert_call import ExpertCall, Unit, Weights
 from mt_moe.products import Groups, Products, leaving_sms, packed_view, span
@@ -45,6 +46,7 @@ class _Plan:
     recompute: str
     rows_again: Callable[[], Tensor] | None
     spare_sms: int
+    release: bool
     num_followed: tuple[int, int]
     is_packed: tuple[bool, bool]
     defers: tuple[Callable[[WeightGrad], None] | None, Callable[[WeightGrad], None] | None]
@@ -148,6 +150,8 @@ class _GroupedMlp(torch.autograd.Function):
         fc1, fc2 = _form(forms[: ctx.num_saved]), _form(forms[ctx.num_saved :])
         products, groups, unit, again = plan.products, plan.groups, plan.unit, plan.rows_again
         first = rows if again is None else again
+        if plan.release and rows is not None:
+            _check_unreleased(rows)
         needs, (count, more) = ctx.needs_input_grad, plan.num_followed
         grad = grad.contiguous()
         with leaving_sms(plan.spare_sms):
@@ -166,13 +170,33 @@ class _GroupedMlp(torch.autograd.Function):
         del hidden, active, grad_active, found  # what is not read again makes room for what follows
         seconds = _take(taken, plan.defers[1], any(needs[4 + count :]), more)
         del taken
-        grad_rows = None
+        taken = WeightGrad(products, grad_hidden, first, groups, plan.is_packed[0], plan.spare_sms)
+        grad_rows: Tensor | None = None
+        if plan.release:
+            _release(grad)
+            firsts = _take(taken, None, any(needs[4 : 4 + count]), count)
+            _release(rows if again is None else None)
         if needs[0]:
             with span("expert_input_grad", grad_hidden), leaving_sms(plan.spare_sms):
                 grad_rows = products.input_grad(grad_hidden, fc1, groups)
-        taken = WeightGrad(products, grad_hidden, first, groups, plan.is_packed[0], plan.spare_sms)
-        firsts = _take(taken, plan.defers[0], any(needs[4 : 4 + count]), count)
+        if not plan.release:
+            firsts = _take(taken, plan.defers[0], any(needs[4 : 4 + count]), count)
         return grad_rows, grad_weights if needs[1] else None, None, None, *firsts, *seconds
+
+
+def _release(tensor: Tensor | None) -> None:
+    """Gives the memory of a tensor back, whoever still holds the tensor."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
+
+
+def _check_unreleased(rows: Tensor) -> None:
+    if rows.nbytes > rows.untyped_storage().nbytes():
+        raise UsageError(
+            "a second backward of one graph with release=True",
+            allowed="one, which gives its rows back",
+            fix="run forward again, or set DataPath(release=False)",
+        )
 
 
 def _take(
@@ -210,6 +234,7 @@ def run(call: ExpertCall, products: Products) -> Tensor:
         recompute=call.recompute,
         rows_again=call.rows_again,
         spare_sms=call.spare_sms,
+        release=call.release and defers == (None, None),
         num_followed=(len(followed[0]), len(followed[1])),
         is_packed=(isinstance(call.fc1, Tensor), isinstance(call.fc2, Tensor)),
         defers=defers,

@@ -35,6 +35,8 @@ SAME_BITS = {
     "copy": DataPath(save_dispatched="copy", recompute="nothing"),
     "fc1 again": DataPath(recompute="fc1"),
     "least memory": DataPath(recompute="fc1", save_dispatched="redispatch"),
+    "release": DataPath(delay_wgrad=False, release=True),
+    "release, redispatch": DataPath(delay_wgrad=False, release=True, save_dispatched="redispatch", recompute="fc1"),
     "worst case": DataPath(max_tokens_per_rank=14),
     "worst case, redispatch": DataPath(max_tokens_per_rank=14, save_dispatched="redispatch"),
 }
@@ -224,6 +226,13 @@ def test_refusals() -> None:
         DataPath(num_chunks=0)
     with pytest.raises(UsageError, match="save_dispatched = 'slot'; allowed: keep, copy, redispatch"):
         DataPath(save_dispatched="slot")
+    with pytest.raises(UsageError, match="release = True; allowed: True with delay_wgrad=False alone"):
+        DataPath(release=True)
+    with MoELayer(replace(CONFIG, data_path=DataPath(release=True, delay_wgrad=False))) as layer:
+        y = layer(torch.randn(3, CONFIG.hidden, requires_grad=True))
+        y.sum().backward(retain_graph=True)
+        with pytest.raises(UsageError, match="a second backward of one graph with release=True"):
+            y.sum().backward()
     config = replace(CONFIG, experts="loop", data_path=DataPath(save_dispatched="redispatch"))
     with MoELayer(config) as layer, pytest.raises(UsageError, match="allowed: auto, grouped or te"):
         layer(torch.randn(3, CONFIG.hidden, requires_grad=True))
