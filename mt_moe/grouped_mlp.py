@@ -128,7 +128,7 @@ class _GroupedMlp(torch.autograd.Function):
     ) -> Tensor:
         (fc1, fc2), unit = forms, plan.unit
         with leaving_sms(plan.spare_sms):
-            hidden = plan.products.forward(rows, fc1, plan.groups)
+            hidden = plan.products.forward(rows, fc1, plan.groups, clear=False)  # the activation reads no others
             active = fused_activation.forward(hidden, row_weights, unit.activation, unit.gated, plan.tail)
             y = plan.products.forward(active, fc2, plan.groups)
         ctx.save_for_backward(
@@ -157,9 +157,9 @@ class _GroupedMlp(torch.autograd.Function):
         with leaving_sms(plan.spare_sms):
             if hidden is None:
                 first = first if isinstance(first, Tensor) else first()
-                hidden = products.forward(first, fc1, groups)
+                hidden = products.forward(first, fc1, groups, clear=False)
             with span("expert_input_grad", grad):
-                grad_active = products.input_grad(grad, fc2, groups)
+                grad_active = products.input_grad(grad, fc2, groups, clear=False)
             found = fused_activation.backward(
                 hidden, row_weights, grad_active, unit.activation, unit.gated, plan.tail, wants_out=active is None
             )

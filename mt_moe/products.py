@@ -52,12 +52,12 @@ class Products(Protocol):
 
     name: str
 
-    def forward(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
-        """[num_rows, in] to [num_rows, out]; rows in no group come out as zero."""
+    def forward(self, x: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
+        """[num_rows, in] to [num_rows, out]; rows in no group come out as zero, or as anything without `clear`."""
         ...
 
-    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups) -> Tensor:
-        """[num_rows, out] to [num_rows, in]; rows in no group come out as zero."""
+    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
+        """[num_rows, out] to [num_rows, in]; rows in no group as in `forward`."""
         ...
 
     def weight_grad(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
@@ -101,12 +101,12 @@ class LoopProducts:
 
     name = "loop"
 
-    def forward(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
         y = x.new_empty(x.shape[0], listed(weights)[0].shape[0])
         return self._fill(y, x, [weight.t() for weight in listed(weights)], groups)
 
-    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
         grad_x = grad.new_empty(grad.shape[0], listed(weights)[0].shape[1])
         return self._fill(grad_x, grad, listed(weights), groups)
@@ -132,13 +132,13 @@ class TorchProducts:
 
     name = "torch"
 
-    def forward(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
-        return self._rows(x, packed(weights).transpose(-2, -1), groups)
+        return self._rows(x, packed(weights).transpose(-2, -1), groups, clear)
 
-    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
-        return self._rows(grad, packed(weights), groups)
+        return self._rows(grad, packed(weights), groups, clear)
 
     def weight_grad(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         """See `Products`."""
@@ -155,12 +155,13 @@ class TorchProducts:
         return total
 
     @staticmethod
-    def _rows(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    def _rows(rows: Tensor, matrices: Tensor, groups: Groups, clear: bool) -> Tensor:
         if _nothing(groups) or rows.shape[0] == 0:  # grouped kernels refuse an empty product
             return rows.new_zeros(rows.shape[0], matrices.shape[2])
         out = _grouped_product()(rows, matrices, offs=groups.ends)
         if groups.on_host is None:
-            clearing.clear_tail(out, groups.ends)
+            if clear:
+                clearing.clear_tail(out, groups.ends)
         elif groups.on_host[-1] < rows.shape[0]:
             out[groups.on_host[-1] :].zero_()
         return out

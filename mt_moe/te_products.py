@@ -40,11 +40,11 @@ class TeProducts:
 
     name = "te"
 
-    def forward(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
         return self._rows(x, weights, groups, "TN", listed(weights)[0].shape[0])
 
-    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def input_grad(self, grad: Tensor, weights: Weights, groups: Groups, *, clear: bool = True) -> Tensor:
         """See `Products`."""
         return self._rows(grad, weights, groups, "NN", listed(weights)[0].shape[1])
 

@@ -129,7 +129,7 @@ def test_products_that_are_wrong_are_not_used() -> None:
     class Wrong(LoopProducts):
         name = "wrong"
 
-        def input_grad(self, grad: Tensor, weights: Any, groups: Groups) -> Tensor:
+        def input_grad(self, grad: Tensor, weights: Any, groups: Groups, *, clear: bool = True) -> Tensor:
             return super().input_grad(grad, weights, groups) * 1.5
 
     assert why_not(LoopProducts(), torch.device("cpu"), torch.float32) is None
