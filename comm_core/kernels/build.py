@@ -2,8 +2,8 @@
 
 The name of a library holds a hash of the sources, the command and the compiler's version, so a library that is there is
 the right one. Processes of one host that want the same library meet at a lock: the first compiles, the others wait and
-load. A library appears by a rename, so nobody loads half of one. What is loaded runs in this process, so a cache folder
-that somebody else owns or may write to is refused.
+load. It compiles parts side by side, one a core. A library appears by a rename, so nobody loads half of one. What is
+loaded runs in this process, so a cache folder that somebody else owns or may write to is refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from comm_core.kernels import compiler as compiling
-from comm_core.kernels.compiler import Compiler, compilers
+from comm_core.kernels.compiler import Commands, Compiler, compilers
 from comm_core.runtime import env
 from comm_core.runtime.errors import BuildError, MissingPackageError, UsageError
 
-__all__ = ["Library", "build", "cache_dir", "compilers", "library_path", "sources"]
+__all__ = ["Library", "build", "cache_dir", "compile_to", "compilers", "library_path", "sources"]
 
 SUFFIXES = (".h", ".cuh", ".cu", ".mu")
 FOLDER = Path(__file__).resolve().parent
@@ -45,20 +47,22 @@ class Library:
 
     Attributes:
         path: the shared library.
-        command: what compiled it, to be run in `FOLDER`; empty for a library that was given.
+        commands: what compiled it, to be run in `FOLDER`; None for a library that was given.
         log: what the compiler said when it was compiled (ptxas tells registers there).
         compiled: False where it was there already.
     """
 
     path: Path
-    command: tuple[str, ...]
+    commands: Commands | None
     log: str
     compiled: bool
 
     @property
     def shown(self) -> str:
         """What a shell would run to compile it again."""
-        return _shown(FOLDER, self.command) if self.command else "a library that was given"
+        if self.commands is None:
+            return "a library that was given"
+        return _shown(FOLDER, *self.commands.units, self.commands.link)
 
 
 def library_path(platform: str = "cuda", arch: str | Sequence[str] | None = None, defines: Sequence[str] = ()) -> Path:
@@ -92,19 +96,19 @@ def build(
     if given and not defines:
         if not given.is_file():
             raise UsageError(f"MT_MOE_LIBRARY={given}", allowed="a library that exists", fix="correct it or unset it")
-        return Library(given, (), "", compiled=False)
+        return Library(given, None, "", compiled=False)
     found = compiling.find(platform)
     cache = cache_dir()
     key = _key(found, archs, defines, folder)
     target = cache / f"{Path(entry.source).stem}_{platform}_{key}.so"
-    command = tuple(compiling.command(found, archs, defines, target))
+    commands = compiling.commands(found, archs, defines, target)
     if target.is_file():
-        return Library(target, command, _log(target), compiled=False)
+        return Library(target, commands, _log(target), compiled=False)
     with _lock(target.with_suffix(".lock")):
         if target.is_file():  # another process was first
-            return Library(target, command, _log(target), compiled=False)
-        log = _compile(found, archs, defines, folder, target)
-    return Library(target, command, log, compiled=True)
+            return Library(target, commands, _log(target), compiled=False)
+        log = compile_to(found, archs, defines, target, folder)
+    return Library(target, commands, log, compiled=True)
 
 
 def why_not(platform: str) -> str | None:
@@ -160,8 +164,8 @@ def _key(found: Compiler, archs: Sequence[str], defines: Sequence[str], folder: 
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
-    line = compiling.command(found, archs, defines, Path("output"))
-    digest.update(f"{shlex.join(line)}\n{found.version}\n".encode())
+    lines = compiling.commands(found, archs, defines, Path("output.so"))
+    digest.update(f"{_shown(Path(), *lines.units, lines.link)}\n{found.version}\n".encode())
     return digest.hexdigest()[:20]
 
 
@@ -191,31 +195,55 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(found: Compiler, archs: Sequence[str], defines: Sequence[str], folder: Path, target: Path) -> str:
-    """Runs the compiler and moves what it made to `target`; the lock of `target` is held."""
+def compile_to(
+    found: Compiler, archs: Sequence[str], defines: Sequence[str], target: Path, folder: Path = FOLDER
+) -> str:
+    """Compiles the sources of `folder`, whatever is there already, and moves the library to `target`.
+
+    The caller sees to it that nobody else does so at the same time.
+
+    Returns:
+        What the compiler said.
+
+    Raises:
+        BuildError: it failed; the message holds the command and its output.
+    """
     for left in target.parent.glob(f".{target.stem}.*"):  # of a builder that was killed
         left.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.so")
-    line = compiling.command(found, archs, defines, temporary)
+    lines = compiling.commands(found, archs, defines, temporary)
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+            said = list(cores.map(partial(_run, folder), lines.units, lines.objects))
+        said.append(_run(folder, lines.link, temporary))
+        log = "".join(said)
+        target.with_suffix(".log").write_text(log, encoding="utf-8")
+        temporary.chmod(0o700)
+        temporary.replace(target)
+    except OSError as error:
+        raise BuildError(f"the kernels could not be compiled to {target}: {error}") from error
+    finally:
+        for made in (temporary, *lines.objects):
+            made.unlink(missing_ok=True)
+    return log
+
+
+def _run(folder: Path, line: Sequence[str], made: Path) -> str:
+    """What one command says, which makes a file."""
     shown = _shown(folder, line)
     try:
         done = subprocess.run(
             line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMPILE_SECONDS
         )
-        if done.returncode != 0 or not temporary.is_file():
-            raise BuildError(f"the kernels do not compile (exit code {done.returncode}): {shown}\n{done.stdout}")
-        target.with_suffix(".log").write_text(done.stdout, encoding="utf-8")
-        temporary.chmod(0o700)
-        temporary.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the kernels could not be compiled: {shown}\n{error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if done.returncode != 0 or not made.is_file():
+        raise BuildError(f"the kernels do not compile (exit code {done.returncode}): {shown}\n{done.stdout}")
     return done.stdout
 
 
-def _shown(folder: Path, line: Sequence[str]) -> str:
-    return f"cd {shlex.quote(str(folder))} && {shlex.join(line)}"
+def _shown(folder: Path, *lines: Sequence[str]) -> str:
+    return " && ".join([f"cd {shlex.quote(str(folder))}", *map(shlex.join, lines)])
 
 
 def _log(target: Path) -> str:

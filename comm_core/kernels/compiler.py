@@ -1,7 +1,9 @@
-"""The compilers, nvcc and mcc: where they are, which version, and the one command line that makes a library of ours.
+"""The compilers, nvcc and mcc: where they are, which version, and the command lines that make a library of ours.
 
-mcc is clang with MUSA: it takes neither nvcc's spelling of host options nor its architectures. Its command is written
-from public build files and has never been run (torch_musa and Mooncake: `-x musa`, `--offload-arch`, `-lmusart`).
+The source is compiled in `UNITS` parts side by side, as compiling takes longer than everything else at first use; nvcc
+also works on the kernels of a part in several threads. mcc is clang with MUSA: it takes neither nvcc's spelling of host
+options nor its architectures. Its commands are written from public build files and have never been run (torch_musa and
+Mooncake: `-x musa`, `--offload-arch`, `-lmusart`).
 """
 
 from __future__ import annotations
@@ -53,6 +55,27 @@ PLATFORMS = {
         install="the MUSA SDK, with its mcc on PATH",
     ),
 }
+
+
+# Parts that launchers.cuh cuts the library in; each takes about as long as the others.
+UNITS = 3
+# Threads of nvcc's for the kernels of a part. A fixed number: the commands name the library, on every host the same.
+SPLIT = "8"
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The command lines that make a library, to be run in the folder of the sources.
+
+    Attributes:
+        units: one a part, which may run side by side.
+        link: what makes the library of them, behind all.
+        objects: what the first leave for the last.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+    link: tuple[str, ...]
+    objects: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -127,27 +150,40 @@ def architectures(platform: str, asked: str | Sequence[str] | None) -> tuple[str
     return tuple(sorted(set(given)))
 
 
-def command(compiler: Compiler, archs: Sequence[str], defines: Sequence[str], output: Path) -> list[str]:
-    """The command that compiles the library, to be run in the folder of the sources."""
+def commands(compiler: Compiler, archs: Sequence[str], defines: Sequence[str], output: Path) -> Commands:
+    """The commands that compile the library `output`; what they leave on their way lies beside it."""
     entry = platform_of(compiler.platform)
-    macros = [f"-D{define}" for define in defines]
-    if compiler.platform == "musa":
-        library = compiler.path.resolve().parents[1] / "lib"
-        return [
-            *(str(compiler.path), "-x", "musa", "-std=c++17", "-O3", "-fPIC", "-shared"),
-            *(f"--offload-arch={arch}" for arch in archs),
-            *(*macros, entry.source, "-o", str(output)),
-            *(f"-L{library}", "-lmusart", f"-Wl,-rpath,{library}"),
-        ]
+    objects = tuple(output.with_suffix(f".{unit}.o") for unit in range(1, UNITS + 1))
+    options, linked = (_mcc if compiler.platform == "musa" else _nvcc)(compiler, archs)
+    macros = tuple(f"-D{define}" for define in defines)
+    units = tuple(
+        (*options, *macros, f"-DMT_MOE_UNIT={unit}", "-c", entry.source, "-o", str(made))
+        for unit, made in enumerate(objects, 1)
+    )
+    libraries = () if compiler.platform == "cuda" else _musa_runtime(compiler)
+    return Commands(units, (*linked, *map(str, objects), *libraries, "-o", str(output)), objects)
+
+
+def _nvcc(compiler: Compiler, archs: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How nvcc's lines begin that compile, and that link."""
     numbers = [arch.removeprefix("sm_") for arch in archs]
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
     side_by_side = ("--threads", str(len(archs))) if len(archs) > 1 else ()
-    return [
-        # No contraction: sums are defined as unfused. The runtime is linked in: torch's is another copy, same context.
-        *(str(compiler.path), "-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-shared", "-Xcompiler", "-fPIC"),
-        *("-cudart", "static", "-Xptxas", "-v", *side_by_side),
-        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
-        *(*macros, entry.source, "-o", str(output)),
-    ]
+    # No contraction: sums are defined as unfused. The runtime is linked in: torch's is another copy, same context.
+    options = ("-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
+    link = (str(compiler.path), "-shared", "-cudart", "static", *targets)
+    return (str(compiler.path), *options, *side_by_side, "--split-compile", SPLIT, *targets), link
+
+
+def _mcc(compiler: Compiler, archs: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The same for mcc."""
+    targets = [f"--offload-arch={arch}" for arch in archs]
+    return (str(compiler.path), "-x", "musa", "-std=c++17", "-O3", "-fPIC", *targets), (str(compiler.path), "-shared")
+
+
+def _musa_runtime(compiler: Compiler) -> tuple[str, ...]:
+    folder = compiler.path.resolve().parents[1] / "lib"
+    return f"-L{folder}", "-lmusart", f"-Wl,-rpath,{folder}"
 
 
 def _homes(entry: Platform) -> list[Path]:

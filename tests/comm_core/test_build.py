@@ -20,23 +20,25 @@ from comm_core.kernels import build, compiler, resources
 from comm_core.runtime import env
 from comm_core.runtime.errors import BuildError, MissingPackageError, UsageError
 
-# Writes its arguments to a log, then "compiles": the output holds the source. FAIL and SLOW are macros of the build.
+# Writes its arguments to a log, then "compiles": the output holds the source, or the objects that are linked. FAIL and
+# SLOW are macros of the build.
 _PRETENDER = r"""#!/bin/sh
 if [ "$1" = --version ]; then echo "pretending compiler, release 1.2"; exit 0; fi
 echo "$@" >> "LOG"
 for argument in "$@"; do
-  case $argument in *.cu|*.mu) source=$argument;; -DFAIL) echo "line 7: no such thing"; exit 3;; -DSLOW) sleep 1;; esac
+  case $argument in *.cu|*.mu) source=$argument;; *.[0-9].o) objects="$objects $argument";; esac
+  case $argument in -DFAIL) echo "line 7: no such thing"; exit 3;; -DSLOW) sleep 1;; esac
   if [ "$previous" = -o ]; then output=$argument; fi
   previous=$argument
 done
-cat "$source" > "$output"
+cat ${source:-$objects} > "$output"
 echo "ptxas info    : said while compiling"
 """
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Puts pretending compilers on PATH and a cache of the test's own; gives the command lines they were run with."""
+    """Puts pretending compilers on PATH and a cache of the test's own; gives the lines they were run with, sorted."""
     programs, log = tmp_path / "sdk" / "bin", tmp_path / "log"
     programs.mkdir(parents=True)
     for name in ("nvcc", "mcc"):
@@ -46,7 +48,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[s
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("EP_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    return lambda: log.read_text().splitlines() if log.exists() else []
+    return lambda: sorted(log.read_text().splitlines()) if log.exists() else []
+
+
+def _builds(lines: list[str]) -> int:
+    """How many libraries were begun: each has one first part."""
+    return sum("-DMT_MOE_UNIT=1 " in line for line in lines)
 
 
 @pytest.fixture
@@ -63,10 +70,10 @@ def folder(tmp_path: Path) -> Path:
 def test_a_library_is_compiled_once_and_found_again(runs: Callable[[], list[str]]) -> None:
     first = build.build()
     assert first.compiled and first.path.is_file() and "said while compiling" in first.log
-    assert first.path.read_text() == (build.FOLDER / "launch.cu").read_text()
+    assert first.path.read_text() == (build.FOLDER / "launch.cu").read_text() * compiler.UNITS
     again = build.build()
     assert again.path == first.path and not again.compiled and again.log == first.log
-    assert build.library_path() == first.path and len(runs()) == 1
+    assert build.library_path() == first.path and len(runs()) == compiler.UNITS + 1
     assert sorted(path.suffix for path in first.path.parent.iterdir()) == [".lock", ".log", ".so"]
 
 
@@ -99,24 +106,35 @@ def test_whatever_decides_the_library_names_it(
     assert both == build.build(arch=["sm_80", "sm_90"], folder=folder).path
 
 
-def test_command_of_nvcc() -> None:
+def test_commands_of_nvcc() -> None:
     nvcc = compiler.Compiler("cuda", Path("/opt/cuda/bin/nvcc"), "")
-    line = compiler.command(nvcc, ("sm_90",), ("MT_MOE_CHAOS=7",), Path("/cache/x.so"))
-    assert " ".join(line) == (
-        "/opt/cuda/bin/nvcc -std=c++17 -O3 -fmad=false -lineinfo -shared -Xcompiler -fPIC -cudart static -Xptxas -v "
-        "-gencode=arch=compute_90,code=sm_90 -DMT_MOE_CHAOS=7 launch.cu -o /cache/x.so"
+    made = compiler.commands(nvcc, ("sm_90",), ("MT_MOE_CHAOS=7",), Path("/cache/x.so"))
+    assert [" ".join(line) for line in made.units] == [
+        "/opt/cuda/bin/nvcc -std=c++17 -O3 -fmad=false -lineinfo -Xcompiler -fPIC -Xptxas -v --split-compile 8 "
+        f"-gencode=arch=compute_90,code=sm_90 -DMT_MOE_CHAOS=7 -DMT_MOE_UNIT={unit} -c launch.cu -o /cache/x.{unit}.o"
+        for unit in (1, 2, 3)
+    ]
+    assert " ".join(made.link) == (
+        "/opt/cuda/bin/nvcc -shared -cudart static -gencode=arch=compute_90,code=sm_90 "
+        "/cache/x.1.o /cache/x.2.o /cache/x.3.o -o /cache/x.so"
     )
-    several = compiler.command(nvcc, ("sm_100", "sm_90a"), (), Path("x.so"))
-    assert "-gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_90a,code=sm_90a" in " ".join(several)
-    assert "--threads 2" in " ".join(several)
+    several = compiler.commands(nvcc, ("sm_100", "sm_90a"), (), Path("x.so"))
+    for line in (*several.units, several.link):
+        assert "-gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_90a,code=sm_90a" in " ".join(line)
+    assert all("--threads 2" in " ".join(line) for line in several.units)
 
 
-def test_command_of_mcc() -> None:
+def test_commands_of_mcc() -> None:
     mcc = compiler.Compiler("musa", Path("/opt/musa/bin/mcc"), "")
-    line = compiler.command(mcc, ("mp_31",), ("MT_MOE_CHAOS=7",), Path("/cache/x.so"))
-    assert " ".join(line) == (
-        "/opt/musa/bin/mcc -x musa -std=c++17 -O3 -fPIC -shared --offload-arch=mp_31 -DMT_MOE_CHAOS=7 launch.mu "
-        "-o /cache/x.so -L/opt/musa/lib -lmusart -Wl,-rpath,/opt/musa/lib"
+    made = compiler.commands(mcc, ("mp_31",), ("MT_MOE_CHAOS=7",), Path("/cache/x.so"))
+    assert [" ".join(line) for line in made.units] == [
+        "/opt/musa/bin/mcc -x musa -std=c++17 -O3 -fPIC --offload-arch=mp_31 -DMT_MOE_CHAOS=7 "
+        f"-DMT_MOE_UNIT={unit} -c launch.mu -o /cache/x.{unit}.o"
+        for unit in (1, 2, 3)
+    ]
+    assert " ".join(made.link) == (
+        "/opt/musa/bin/mcc -shared /cache/x.1.o /cache/x.2.o /cache/x.3.o "
+        "-L/opt/musa/lib -lmusart -Wl,-rpath,/opt/musa/lib -o /cache/x.so"
     )
     # clang is no nvcc: what its wrapper filters out or never knew may not be in the line.
     for word in (
@@ -128,18 +146,20 @@ def test_command_of_mcc() -> None:
         "-cudart",
         "fmad",
     ):
-        assert word not in " ".join(line)
+        assert all(word not in " ".join(line) for line in (*made.units, made.link))
 
 
 def test_the_commands_are_what_is_run(runs: Callable[[], list[str]], folder: Path, tmp_path: Path) -> None:
     library = build.build("musa", defines=["A=1"], folder=folder)
-    (line,) = runs()
-    words = line.split()
-    assert words[:2] == ["-x", "musa"] and "-DA=1" in words and f"-L{tmp_path / 'sdk' / 'lib'}" in words
-    # The same but for the output, which is a file beside the library until it is whole.
-    assert [word for word in words if ".so" not in word] == [word for word in library.command[1:] if ".so" not in word]
-    (temporary,) = (Path(word) for word in words if ".so" in word)
-    assert temporary.parent == library.path.parent and temporary != library.path and not temporary.exists()
+    assert library.commands is not None
+    shown = sorted(" ".join(line[1:]) for line in (*library.commands.units, library.commands.link))
+    # The same but for the outputs, which are files beside the library until it is whole.
+    stem = f".{library.path.stem}.{os.getpid()}"
+    assert [line.replace(stem, library.path.stem) for line in runs()] == shown != runs()
+    assert all("-DA=1" in line for line in runs() if " -c " in line)
+    assert [line.startswith("-x musa") or f"-L{tmp_path / 'sdk' / 'lib'}" in line for line in runs()] == [True] * 4
+    assert sorted(path.suffix for path in library.path.parent.iterdir()) == [".lock", ".log", ".so"]
+    assert library.log.count("said while compiling") == compiler.UNITS + 1
 
 
 @pytest.mark.parametrize(
@@ -211,7 +231,7 @@ def test_a_failure_shows_the_command_and_what_the_compiler_said(
     assert not list((tmp_path / "cache").glob("*.so")) and not list((tmp_path / "cache").glob(".*"))
     with pytest.raises(BuildError, match="exit code 3"):  # nothing of it is kept: it is tried again
         build.build(defines=["FAIL"], folder=folder)
-    assert len(runs()) == 2
+    assert _builds(runs()) == 2
 
 
 def test_a_compiler_that_hangs_is_ended(
@@ -272,7 +292,7 @@ def test_builders_at_the_same_time_compile_once(runs: Callable[[], list[str]], f
         libraries = pool.map_async(_slow_build, [folder] * 3, chunksize=1).get(timeout=60)
     assert len({library.path for library in libraries}) == 1
     assert sorted(library.compiled for library in libraries) == [False, False, True]
-    assert len(runs()) == 1
+    assert _builds(runs()) == 1
     assert not list((tmp_path / "cache").glob(".*"))
 
 
@@ -313,7 +333,7 @@ def test_a_library_given_by_the_setting_is_used_as_it_is(
     assert build.library_path() == build.library_path("musa") == given and not runs()
     assert env.in_use()["MT_MOE_LIBRARY"] == str(given)
     # A library with macros is another one.
-    assert build.library_path(defines=["MT_MOE_CHAOS=1"]) != given and len(runs()) == 1
+    assert build.library_path(defines=["MT_MOE_CHAOS=1"]) != given and _builds(runs()) == 1
 
 
 _PTXAS = """\
@@ -345,7 +365,7 @@ def test_the_command_line_builds(runs: Callable[[], list[str]], capsys: pytest.C
     )
     path, how, line, report = capsys.readouterr().out.splitlines()
     assert Path(path).is_file() and how.startswith("compiled, ") and report == "the compiler says nothing of registers"
-    assert line.startswith(f"cd {build.FOLDER} && ") and "-DA -DB=2 launch.cu" in line
+    assert line.startswith(f"cd {build.FOLDER} && ") and "-DA -DB=2 -DMT_MOE_UNIT=1 -c launch.cu" in line
     assert command_line.main(["build", "--arch", "sm_80", "sm_90", "--define", "A", "--define", "B=2"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("there already")
     assert command_line.main(["build", "--platform", "musa"]) == 0
