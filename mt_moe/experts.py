@@ -179,13 +179,12 @@ def expert_mlp(
             of all experts as given and a closure that computes their gradients (zero for an expert without rows).
         implementation: "auto", "loop", "grouped" or "te".
         recipe: computes instead of an implementation by name; it gets the whole `ExpertCall`.
-        ends: int32 [num_local_experts], the row after the last of each aligned group, where the device has them; else
-            they are copied from the host where needed.
-        recompute: "activation", "fc1" or "nothing", what backward of a grouped implementation computes again.
-        rows_again: gives `rows` in backward, which are not saved then; "auto" means "grouped" with it.
-        spare_sms: multiprocessors that grouped products leave to others.
-        release: see `ExpertCall`; for a grouped implementation without `defer`.
-        quantised: data and scales of rows that arrived in FP8 (see `ExpertCall`), for a recipe alone.
+        ends: where the device has them, see `ExpertCall`; else they are copied from the host where needed.
+        recompute: for a grouped implementation, as the next three; see `ExpertCall`.
+        rows_again: "auto" means "grouped" with it.
+        spare_sms: see `ExpertCall`.
+        release: where there is no `defer`.
+        quantised: for a recipe; see `ExpertCall`.
 
     Returns:
         [num_rows, hidden] in the dtype of rows; padding rows are zero.
@@ -196,20 +195,31 @@ def expert_mlp(
     layout = None if counts is None else Rows.of(counts, expert_alignment, rows.shape[0])
     _check_shapes(rows, len(counts) if counts is not None else _known(ends), row_weights, fc1, fc2, gated)
     widths = (rows.shape[1], *_matrix(fc1)[:1], *_matrix(fc2)[1:])
-    if recipe is None and rows_again is not None:
-        implementation = _able_to_ask_again(implementation)
-    chosen = _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)] if recipe is None else recipe
-    reason = None if recipe is None else recipe.unavailable(rows.device, rows.dtype, widths)
-    if reason is not None:
-        raise UsageError(f"recipe {chosen.name}: {reason}", allowed="a recipe that runs here", fix="choose another")
+    chosen = _chosen(implementation, recipe, rows, widths, rows_again is not None)
     if defer is not None:
         rows = anchored(anchored(rows, fc1), fc2)
-    unit = Unit(activation, gated, defer)
-    call = ExpertCall(
-        rows, layout, row_weights, fc1, fc2, unit, ends, recompute, rows_again, spare_sms, release, quantised
-    )  # fmt: skip
+    whole = (Unit(activation, gated, defer), ends, recompute, rows_again, spare_sms, release, quantised)
+    call = ExpertCall(rows, layout, row_weights, fc1, fc2, *whole)
     with trace.span("experts", "moe", num_rows=rows.shape[0], implementation=chosen.name):
         return chosen.run(call)
+
+
+def _chosen(
+    implementation: str, recipe: Implementation | None, rows: Tensor, widths: Sequence[int], asks_again: bool
+) -> Implementation:
+    """What computes: the recipe where there is one.
+
+    Raises:
+        UsageError: it can not run here.
+    """
+    if recipe is None:
+        if asks_again:
+            implementation = _able_to_ask_again(implementation)
+        return _IMPLEMENTATIONS[resolve(implementation, rows.device, rows.dtype, widths)]
+    reason = recipe.unavailable(rows.device, rows.dtype, widths)
+    if reason is not None:
+        raise UsageError(f"recipe {recipe.name}: {reason}", allowed="a recipe that runs here", fix="choose another")
+    return recipe
 
 
 def _able_to_ask_again(implementation: str) -> str:

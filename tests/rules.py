@@ -105,15 +105,36 @@ def megatron_imports(text: str, name: str) -> list[str]:
 def optional_imports(text: str, name: str) -> list[str]:
     """Imports that run when the file is imported and need a package that setup.py does not require.
 
-    Files inside megatron_patch (not its `__init__`) may import megatron: they are imported at use.
+    Files inside megatron_patch (not its `__init__`) may import megatron, files of Triton kernels triton: they are
+    imported at use, so no other file may import kernels at its top.
     """
     allowed = REQUIRED | {"megatron"} if is_megatron_side(name) else REQUIRED
+    if is_triton_side(name):
+        allowed |= {"triton"}
     tree = ast.parse(text)
     found = []
     for line, module in _imports(tree, top_level_only=True):
-        if _root(module) not in allowed | sys.stdlib_module_names:
+        kernels = "triton" in "".join(module.split(".")[1:2]) and not is_triton_side(name)
+        if kernels or _root(module) not in allowed | sys.stdlib_module_names:
             found.append(f"{name}:{line} top-level import of {module}")
     return found
+
+
+def kernel_annotations(text: str, name: str) -> list[str]:
+    """Arguments of Triton kernels annotated with names not of its language: the compiler reads them as code."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in node.decorator_list):
+            for arg in node.args.args:
+                said = "" if arg.annotation is None else ast.unparse(arg.annotation)
+                if said and not said.startswith("tl."):
+                    found.append(f"{name}:{node.lineno} {arg.arg}: {said} in the kernel {node.name}")
+    return found
+
+
+def is_triton_side(name: str) -> bool:
+    """Files of kernels, which are imported only where Triton is found."""
+    return name.startswith("mt_moe/") and "triton" in name.rpartition("/")[2]
 
 
 def is_megatron_side(name: str) -> bool:

@@ -93,7 +93,16 @@ def test_optional_packages_are_imported_at_use() -> None:
     assert _lines(rules.optional_imports, "mt_moe/planted.py", planted) == [2, 4, 12]
     assert _lines(rules.optional_imports, "megatron_patch/planted.py", planted) == [2, 4]
     assert _lines(rules.optional_imports, "megatron_patch/__init__.py", planted) == [2, 4, 12]
+    planted = "import triton\nfrom mt_moe import triton_kernels\ndef use():\n    from mt_moe import triton_kernels\n"
+    assert _lines(rules.optional_imports, "mt_moe/planted.py", planted) == [1, 2]
+    assert _lines(rules.optional_imports, "mt_moe/planted_triton.py", planted) == []
     _hold(rules.optional_imports, *rules.PACKAGES)
+
+
+def test_kernels_are_annotated_in_triton_s_language() -> None:
+    planted = "@triton.jit\ndef f(x: tl.tensor, N: tl.constexpr, y):\n    pass\n@triton.jit\ndef g(x: Any):\n    pass\n"
+    assert _lines(rules.kernel_annotations, "mt_moe/planted_triton.py", planted) == [5]
+    _hold(rules.kernel_annotations, *rules.PACKAGES)
 
 
 def test_runtime_imports_the_standard_library_and_torch() -> None:
@@ -138,7 +147,9 @@ def test_imports_have_no_side_effects() -> None:
     modules = [
         _module(path)
         for path in rules.sources(*rules.PACKAGES)
-        if path.name != "__main__.py" and not rules.is_megatron_side(rules.name_of(path))
+        if path.name != "__main__.py"
+        and not rules.is_megatron_side(rules.name_of(path))
+        and not rules.is_triton_side(rules.name_of(path))
     ]
     assert set(rules.PACKAGES) <= set(modules)
     # The packages first: what their `__init__` pulls in must not hide behind a submodule's import.
