@@ -78,7 +78,7 @@ def stock_layer(shape: Shape, device: torch.device, *, flex: bool = False) -> An
     on_device = device.type != "cpu"
     config = megatron_config(shape, flex=flex, grouped=on_device)
     layer = Stock(config, submodules(shape, grouped=on_device), layer_number=1)
-    layer = layer.to(device, torch.bfloat16)
+    layer = layer.to(device)
     layer.set_layer_number(1)
     return layer
 
@@ -103,7 +103,7 @@ def our_layer(stock: Any, data_path: DataPath, *, implementation: str = "auto") 
     layer = MTMoELayer(
         stock.config, stock.submodules, layer_number=1, data_path=data_path, experts_implementation=implementation
     )
-    layer = layer.to(weight.device, torch.bfloat16)
+    layer = layer.to(weight.device)
     layer.load_state_dict(stock.state_dict())
     layer.set_layer_number(1)
     return layer
