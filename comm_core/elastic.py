@@ -224,7 +224,8 @@ class ElasticBuffer(Experimental, Symmetric, Paced):
             do_cpu_sync: False gives outputs the shape of the worst case, which follows from num_max_tokens_per_rank,
                 instead of waiting for the counts: see `EPHandle.static_bound`. (On accelerators the collective backend
                 still reads its counts on the host.)
-            do_zero_padding: with do_expand, where gaps are always zero.
+            do_zero_padding: with do_expand: rows of the worst case behind the last expert's are zeros, and not left as
+                they are. Gaps between experts are always zero.
             use_tma_aligned_col_major_sf: received scales lie column by column (`fp8.empty_column_major`).
 
         Returns:

@@ -143,6 +143,7 @@ class Operations:
             after=self._ready(args),
             before_epilogue=as_handle(args.previous_event_before_epilogue),
             num_sms=args.num_sms or handle.num_sms,
+            clears_rest=args.do_zero_padding or not handle.do_expand,
         )
         recv_x: Rows = out_x
         if pair and self.backend.capabilities.moves_scales:

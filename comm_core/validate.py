@@ -240,7 +240,7 @@ def own_handle(handle: Any, limits: Limits) -> EPHandle:
 
 @dataclass(frozen=True, slots=True)
 class DispatchArgs:
-    """Arguments of `ElasticBuffer.dispatch`, by its names (`do_zero_padding` asks for what always holds here)."""
+    """Arguments of `ElasticBuffer.dispatch`, by its names (`do_zero_padding` decides over worst-case rows alone)."""
 
     x: Any
     topk_idx: Any

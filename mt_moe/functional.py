@@ -79,7 +79,11 @@ class Resend:
     def launch(self) -> None:
         """Starts sending, on every rank at the same place in the order of calls."""
         self._rows, _, _, _, self._event = self._buffer.dispatch(
-            self._x, handle=self._handle, num_sms=self._num_sms, async_with_compute_stream=True
+            self._x,
+            handle=self._handle,
+            num_sms=self._num_sms,
+            do_zero_padding=True,
+            async_with_compute_stream=True,
         )
 
     def rows(self) -> Tensor:
@@ -183,6 +187,7 @@ class _LaunchDispatch(torch.autograd.Function):
             exchange.packed(x),
             topk_weights=topk_weights,
             num_sms=exchange.num_sms,
+            do_zero_padding=True,
             async_with_compute_stream=True,
             **exchange.routing(),
         )
@@ -268,6 +273,7 @@ class _WaitCombine(torch.autograd.Function):
             exchange.packed(grad_y.contiguous()),
             handle=exchange.known(),
             num_sms=exchange.num_sms,
+            do_zero_padding=True,
             async_with_compute_stream=True,
         )
         exchange.pending = grad_rows if isinstance(grad_rows, tuple) else (grad_rows,)

@@ -94,6 +94,7 @@ class MoveJob:
         before_epilogue: an event that local work after the transfer must wait for.
         scales, out_scales: dispatch of a pair where the backend moves scales: 4-byte words with any strides.
         num_sms: multiprocessors to use at most, 0 for automatic.
+        clears_rest: dispatch of worst-case shape: rows behind the real ones are to be zero (ids -1), not left alone.
     """
 
     op: str
@@ -110,6 +111,7 @@ class MoveJob:
     scales: torch.Tensor | None = None
     out_scales: torch.Tensor | None = None
     num_sms: int = 0
+    clears_rest: bool = True
 
     def fitted(self) -> MoveJob:
         """The same job on the rows that are really there; behind them ids become -1, the rest 0. Waits for counts."""
@@ -120,7 +122,7 @@ class MoveJob:
         if self.op == "combine":
             return replace(self, x=self.x[:real], weights=None if self.weights is None else self.weights[:real])
         for out, empty in ((self.out_x, 0), (self.out_weights, 0), (self.out_idx, -1)):
-            if out is not None:
+            if out is not None and self.clears_rest:
                 out[real:].fill_(empty)
         return replace(
             self,

@@ -136,7 +136,7 @@ struct MtDispatchCall {
   uint64_t out_scales;    // or 0
   int64_t scale_row_stride;  // of out_scales, in words
   int64_t scale_col_stride;
-  int64_t num_out_rows;   // rows of the outputs; what lies behind the real ones is filled
+  int64_t num_out_rows;   // rows of the outputs
   double ticks_per_byte;  // pace of remote bytes, 0 without
   uint32_t hash;
   uint32_t lent;
@@ -145,7 +145,7 @@ struct MtDispatchCall {
   int32_t weight_words;   // words a weight, 1 or 2
   int32_t num_sms;
   int32_t threads;
-  int32_t padding;
+  int32_t clears_rest;    // 1: rows of the outputs behind the real ones are filled
 };
 
 struct MtCombineCall {

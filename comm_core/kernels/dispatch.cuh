@@ -113,7 +113,7 @@ __device__ __forceinline__ void clear_rest(const MtDispatchCall& call, const Row
       for (int64_t row = starts[e] + counts[e]; row < starts[e + 1]; ++row) clear_output<VEC>(call, row);
   }
   const int64_t real = !moves ? 0 : layout.expand ? starts[layout.num_local] : sources.row_base[call.channel.num_ranks];
-  for (int64_t row = real + me; row < call.num_out_rows; row += warps) clear_output<VEC>(call, row);
+  for (int64_t row = real + me; call.clears_rest && row < call.num_out_rows; row += warps) clear_output<VEC>(call, row);
 }
 
 template <typename VEC, int STEPS>

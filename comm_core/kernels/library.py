@@ -57,7 +57,8 @@ DispatchCall = _struct(
     "DispatchCall", channel=Channel, layout=Layout, x=Place, weights=Place, scales=Place,
     **_pointers("out_x", "out_idx", "out_weights", "out_scales"),
     scale_row_stride=_I64, scale_col_stride=_I64, num_out_rows=_I64, ticks_per_byte=ctypes.c_double,
-    hash=_U32, lent=_U32, row_bytes=_I32, scale_words=_I32, weight_words=_I32, num_sms=_I32, threads=_I32, padding=_I32,
+    hash=_U32, lent=_U32, row_bytes=_I32, scale_words=_I32, weight_words=_I32, num_sms=_I32, threads=_I32,
+    clears_rest=_I32,
 )  # fmt: skip
 CombineCall = _struct(
     "CombineCall", channel=Channel, layout=Layout, x=Place, weights=Place,

@@ -209,7 +209,7 @@ def round_trip(buffer: ElasticBuffer, case: Case) -> list[str]:
     recv_x, recv_idx, recv_weights, handle, event = send(buffer, case, x, ids, weights, stats)
     event.current_stream_wait()
     bad: list[str] = []
-    again = buffer.dispatch(x, handle=handle, topk_weights=weights)
+    again = buffer.dispatch(x, handle=handle, topk_weights=weights, do_zero_padding=case.do_expand)
     bad += ["cached dispatch returned another handle"] if again[3] is not handle else []
     num_rows = mine.recv_x.shape[0]
     if case.static:

@@ -40,7 +40,7 @@ def dispatch(call: Any) -> None:
         for expert in range(call.layout.num_local):
             for row in range(int(starts[expert] + counts[expert]), int(starts[expert + 1])):
                 outputs.clear(row)
-    for row in range(real, call.num_out_rows):
+    for row in range(real, call.num_out_rows if call.clears_rest else 0):
         outputs.clear(row)
     side.end(moves, call.lent)
 
