@@ -8,12 +8,12 @@
 
 #if MT_MOE_UNIT == 0 || MT_MOE_UNIT == 1
 #include "launch_blocks.cuh"
-#include "launch_host.cuh"
+#include "launch_layout.cuh"
 #endif
 #if MT_MOE_UNIT == 0 || MT_MOE_UNIT == 2
 #include "launch_combine.cuh"
 #endif
 #if MT_MOE_UNIT == 0 || MT_MOE_UNIT == 3
 #include "launch_dispatch.cuh"
-#include "launch_layout.cuh"
+#include "launch_host.cuh"
 #endif
