@@ -114,6 +114,13 @@ def test_the_kernels_keep_the_rules() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_the_parts_of_the_build_hold_all_launchers() -> None:
+    text = _code(build.FOLDER / "launchers.cuh")
+    assert set(re.findall(r"MT_MOE_UNIT == (\d)", text)) == {str(unit) for unit in range(compiler.UNITS + 1)}
+    included = re.findall(r'#include "(launch_\w+\.cuh)"', text)
+    assert sorted(included) == sorted(path.name for path in build.FOLDER.glob("launch_*.cuh"))
+
+
 def test_each_name_of_the_shim_is_declared_and_mapped() -> None:
     declared = set(re.findall(r"\bmusa[A-Z]\w+", kernel_rules.without_comments(_code(SHIM / "names.h"))))
     mapped = dict(re.findall(r"#define (musa\w+) (\w+)", _code(SHIM / "as_cuda.h")))
