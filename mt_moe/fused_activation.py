@@ -65,9 +65,10 @@ def forward_twin(
 ) -> Tensor:
     """The definition of the forward pass; arguments as in `forward`."""
     wide = _wide(hidden, row_weights)
-    gate, up = _parts(_only(_real(hidden, ends), hidden).to(wide), gated)
+    real = _real(hidden, ends)
+    gate, up = _parts(_only(real, hidden).to(wide), gated)
     value = activation(gate) if up is None else activation(gate) * up
-    return (value * row_weights.to(wide).unsqueeze(1)).to(hidden.dtype)
+    return (value * _only(real, row_weights.unsqueeze(1)).to(wide)).to(hidden.dtype)
 
 
 def backward_twin(
@@ -83,7 +84,7 @@ def backward_twin(
     """The definition of the backward pass; arguments as in `backward`."""
     wide, real = _wide(hidden, row_weights), _real(hidden, ends)
     gate, up = _parts(_only(real, hidden).to(wide), gated)
-    grad, weight = _only(real, grad).to(wide), row_weights.to(wide).unsqueeze(1)
+    grad, weight = _only(real, grad).to(wide), _only(real, row_weights.unsqueeze(1)).to(wide)
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
         active = activation(leaf)

@@ -44,7 +44,7 @@ def test_activation(ffn: int, dtype: torch.dtype, limit: float) -> None:
     weights, bounds = torch.rand(300, device=KIND), torch.tensor([0, 100, 100, 250], dtype=torch.int32, device=KIND)
     for ends in (None, bounds[1:]):  # also from an address that is no multiple of 16
         if ends is not None:
-            hidden[250:], grad[250:], weights[250:] = float("nan"), float("nan"), 0
+            hidden[250:], grad[250:], weights[250:] = (float("nan"),) * 3
         want = fused_activation.backward_twin(hidden, weights, grad, F.silu, True, ends)
         got = kernels.backward(hidden, weights, grad, ends, True)
         assert torch.equal(kernels.forward(hidden, weights, ends), got[2])

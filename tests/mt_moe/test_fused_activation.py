@@ -66,7 +66,7 @@ def test_results_are_rounded_once() -> None:
 def test_rows_behind_the_groups_are_not_read() -> None:
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     hidden, weights, grad = torch.randn(8, 32), torch.rand(8), torch.randn(8, 16)
-    hidden[5:], grad[5:], weights[5:] = float("nan"), float("inf"), 0
+    hidden[5:], grad[5:], weights[5:] = float("nan"), float("inf"), float("nan")
     found = fused_activation.backward(hidden, weights, grad, F.silu, True, ends)
     alone = fused_activation.backward(hidden[:5], weights[:5], grad[:5], F.silu, True)
     for got, want in zip(found, alone, strict=True):
@@ -91,7 +91,7 @@ for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         hidden, weights, grad = torch.randn(7, 2 * ffn).to(dtype), torch.rand(7), torch.randn(7, ffn).to(dtype)
         for ends in (None, torch.tensor([2, 2, 5], dtype=torch.int32)):
             if ends is not None:
-                hidden[5:], grad[5:], weights[5:] = float("nan"), float("nan"), 0
+                hidden[5:], grad[5:], weights[5:] = float("nan"), float("nan"), float("nan")
             want = fused_activation.backward_twin(hidden, weights, grad, F.silu, True, ends)
             got = triton_kernels.backward(hidden, weights, grad, ends, True)
             assert torch.equal(triton_kernels.forward(hidden, weights, ends), got[2])
