@@ -95,65 +95,75 @@ class Everywhere:
     """
 
     def __init__(self, layer: MoELayer, splits: Sequence[int], fault: float) -> None:
-        self.layer, self.splits, self.fault = layer, splits, fault
-        self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self.layer, self.splits, self.fault = layer, list(splits), fault
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.parameters = dict(layer.named_parameters())
-        self.shapes = {"x": (sum(splits), layer.config.hidden)}
+        self.shapes = {"x": torch.Size((sum(splits), layer.config.hidden))}
         for name, parameter in self.parameters.items():
-            shape = list(parameter.shape)
-            if name.startswith("experts."):
-                shape[0] *= num_ranks
-            self.shapes[name] = tuple(shape)
-        self.num_losses = 2 * num_ranks
+            first, *others = parameter.shape
+            self.shapes[name] = torch.Size((first * (self.num_ranks if name.startswith("experts.") else 1), *others))
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.num_outputs = self.sizes[0] + 2 * self.num_ranks
 
     def serve(self) -> None:
-        while (command := self.command(STOP)) != STOP:
-            inputs = [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes.values()]
-            self.run(command, inputs, torch.zeros(self.num_outputs, dtype=torch.float64))
+        """Takes part until rank 0 stops."""
+        while self.call(STOP) is not None:
+            pass
 
-    @property
-    def num_outputs(self) -> int:
-        return sum(self.splits) * self.layer.config.hidden + self.num_losses
+    def call(self, command: int, inputs: Sequence[Tensor] = (), grad: Tensor | None = None) -> Tensor | None:
+        """All outputs [num_outputs], or with BACKWARD the gradients of all inputs as one vector; None with STOP."""
+        message = torch.zeros(1 + sum(self.sizes) + self.num_outputs, dtype=torch.float64)
+        message[0] = command
+        if inputs:
+            message[1 : 1 + sum(self.sizes)] = torch.cat([value.detach().flatten() for value in inputs])
+        if grad is not None:
+            message[-self.num_outputs :] = grad
+        dist.broadcast(message, 0)
+        told, given, grad = message.split([1, sum(self.sizes), self.num_outputs])
+        if int(told) == STOP:
+            return None
+        result = self.run(int(told), given, grad)
+        dist.all_reduce(result)
+        return result
 
-    def command(self, number: int) -> int:
-        told = torch.tensor([number])
-        dist.broadcast(told, 0)
-        return int(told)
+    def parts(self, vector: Tensor) -> dict[str, Tensor]:
+        """This rank's part of what all ranks hold, as views."""
+        found = {}
+        for (name, shape), values in zip(self.shapes.items(), vector.split(self.sizes), strict=True):
+            whole = values.view(shape)
+            if name == "x":
+                whole = own(whole, self.splits, self.rank)
+            elif name.startswith("experts."):
+                whole = whole.chunk(self.num_ranks)[self.rank]
+            found[name] = whole
+        return found
 
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of what all ranks hold, as a view."""
-        if name == "x":
-            return own(tensor, self.splits, self.rank)
-        return tensor.chunk(dist.get_world_size())[self.rank] if name.startswith("experts.") else tensor
-
-    def run(self, command: int, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-        """Outputs, or with BACKWARD the gradients of the inputs; the same on every rank."""
-        for tensor in (*inputs, grad):
-            dist.broadcast(tensor, 0)
-        parts = {name: self.part(name, tensor) for name, tensor in zip(self.shapes, inputs, strict=True)}
+    def run(self, command: int, given: Tensor, grad: Tensor) -> Tensor:
+        """This rank's part of the result; zeros in the others."""
+        parts = self.parts(given)
         with torch.enable_grad():
             x = parts["x"].clone().requires_grad_()
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(parts[name])
             losses: list[Tensor] = []
             y = self.layer(x, aux_losses=losses)
-            outputs = torch.cat([y.flatten(), torch.stack(losses)])
-        rows = grad.new_zeros(sum(self.splits), self.layer.config.hidden)
+            own_ends = torch.stack(losses)
+        result = torch.zeros(self.num_outputs if command == FORWARD else sum(self.sizes), dtype=torch.float64)
         if command == FORWARD:
-            own(rows, self.splits, self.rank).copy_(y.detach())
-            ends = grad.new_zeros(dist.get_world_size(), 2)
-            ends[self.rank] = torch.stack(losses).detach()
-            total = torch.cat([rows.flatten(), ends.flatten()])
-            dist.all_reduce(total)
-            return [total]
-        rows.copy_(grad[: rows.numel()].view_as(rows))
-        own_grad = [own(rows, self.splits, self.rank).flatten(), grad[rows.numel() :].view(-1, 2)[self.rank]]
-        found = torch.autograd.grad(outputs, [x, *self.parameters.values()], torch.cat(own_grad))
-        totals = [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes.values()]
-        for name, total, value in zip(self.shapes, totals, found, strict=True):
-            self.part(name, total).copy_(value * (self.fault if name == "experts.fc1" else 1))
-            dist.all_reduce(total)
-        return totals
+            rows, ends = self.outputs(result)
+            rows.copy_(y.detach())
+            ends.copy_(own_ends.detach())
+            return result
+        grads = self.outputs(grad)
+        found = torch.autograd.grad((y, own_ends), [x, *self.parameters.values()], grads)
+        for (name, part), value in zip(self.parts(result).items(), found, strict=True):
+            part.copy_(value * (self.fault if name == "experts.fc1" else 1))
+        return result
+
+    def outputs(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of all outputs, as views: its rows and its losses."""
+        rows, ends = vector.split([self.sizes[0], 2 * self.num_ranks])
+        return own(rows.view(self.shapes["x"]), self.splits, self.rank), ends.view(-1, 2)[self.rank]
 
 
 class _Function(torch.autograd.Function):
@@ -161,22 +171,23 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, everywhere: Everywhere, *inputs: Tensor) -> Tensor:
         ctx.everywhere = everywhere
         ctx.save_for_backward(*inputs)
-        everywhere.command(FORWARD)
-        none = torch.zeros(everywhere.num_outputs, dtype=torch.float64)
-        return everywhere.run(FORWARD, [value.detach().clone() for value in inputs], none)[0]
+        outputs = everywhere.call(FORWARD, inputs)
+        assert outputs is not None
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.everywhere.command(BACKWARD)
-        inputs = [value.detach().clone() for value in ctx.saved_tensors]
-        return (None, *ctx.everywhere.run(BACKWARD, inputs, grad.contiguous()))
+        everywhere = ctx.everywhere
+        found = everywhere.call(BACKWARD, ctx.saved_tensors, grad)
+        grads = zip(found.split(everywhere.sizes), everywhere.shapes.values(), strict=True)
+        return (None, *(values.view(shape) for values, shape in grads))
 
 
 def jacobian(rank: int, seed: int, splits: Sequence[int], fast: bool) -> list[str]:
     """gradcheck of two configurations, and of one with a fault; what it says."""
     said = []
     with Place().buffer(rank) as buffer:
-        for config, fault in ((SMALL, 1.0), (NARROW, 1.0), (SMALL, 1.01)):
+        for config, fault in ((SMALL, 1.0), (NARROW, 1.0), (SMALL, 1.1)):
             with MoELayer(config, buffer=buffer, dtype=torch.float64) as layer:
                 everywhere = Everywhere(layer, splits, fault)
                 if rank > 0:
@@ -191,22 +202,23 @@ def jacobian(rank: int, seed: int, splits: Sequence[int], fast: bool) -> list[st
                     # Two sums of the same terms, in another order, may differ: this is not about bits.
                     good = torch.autograd.gradcheck(
                         lambda *values, everywhere=everywhere: _Function.apply(everywhere, *values),
-                        inputs, eps=1e-6, atol=1e-6, rtol=1e-4, nondet_tol=1e-12, fast_mode=fast,
+                        inputs, eps=1e-6, atol=1e-7, rtol=1e-4, nondet_tol=1e-12, fast_mode=fast,
+                        check_undefined_grad=False,
                     )  # fmt: skip
                     said.append("good" if good else "bad")
                 except GradcheckError as error:
                     said.append(str(error).splitlines()[0])
                 finally:
-                    everywhere.command(STOP)
+                    everywhere.call(STOP)
     return said
 
 
 def check_jacobian(splits: list[int], fast: bool, seed: int) -> None:
-    said, *others = run_ranks(len(splits), jacobian, seed, splits, fast, timeout=200)
+    said, *others = run_ranks(len(splits), jacobian, seed, splits, fast, timeout=60 if fast else 200)
     assert said[:2] == ["good", "good"] and "Jacobian" in said[2] and not any(others), said
 
 
-@pytest.mark.parametrize("splits", [[5], [3, 2], [2, 0, 1, 2]], ids=str)
+@pytest.mark.parametrize("splits", [[5], [3, 2], pytest.param([2, 0, 1, 2], marks=pytest.mark.slow)], ids=str)
 def test_a_random_product_of_the_jacobian(splits: list[int], fresh_random_data: int) -> None:
     check_jacobian(splits, True, fresh_random_data)
 

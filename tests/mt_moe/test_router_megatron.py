@@ -215,7 +215,9 @@ def check_losses(rng: random.Random, config: MoEConfig, device: torch.device, ma
         )
         assert len(losses) == (config.aux_loss_coefficient > 0) + (config.z_loss_coefficient > 0)
         (found,) = torch.autograd.grad(sum(losses) * fault, logits)
-        assert wanted.norm() > 0 and (found - wanted).norm() <= 2e-6 * wanted.norm()
+        # Where all experts are chosen alike, what a balance loss leaves of its terms is rounding.
+        scale = max(float(wanted.norm()), 0.01 * config.aux_loss_coefficient)
+        assert scale > 0 and (found - wanted).norm() <= 2e-6 * scale
 
 
 @pytest.mark.parametrize("masked", [False, True])
