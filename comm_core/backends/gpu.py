@@ -38,8 +38,8 @@ from comm_core.runtime.errors import UsageError
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Multiprocessors of a call that names none: more do not move rows over the link faster, fewer do it slower.
 DEFAULT_SMS = 16
-# The same where the memory of this rank is the limit and not the link: rows that are replicated or added up here.
-WIDE_SMS = 64
+# The same where the memory of this rank is the limit and not the link: rows that are replicated, or added up, here.
+REPLICATING_SMS, SUMMING_SMS = 64, 96
 _DISPATCH_THREADS, _COMBINE_THREADS = 1024, 512
 _POLL_SECONDS = 2e-5
 
@@ -102,7 +102,7 @@ class GpuBackend:
         number, hashed = channel.number(job.op, settings, lambda: None)
         lent = self._lent(job.x)
         row_bytes, words = bytes_a_row(job.x), words_a_weight(job.weights)
-        sms = self._sms(job, wide=job.handle.do_expand)
+        sms = self._sms(job, REPLICATING_SMS if job.handle.do_expand else DEFAULT_SMS)
 
         def launch() -> None:
             _wait(job.before_epilogue)
@@ -153,7 +153,8 @@ class GpuBackend:
         settings = (job.settings or {}) | {"handle": self._counts_event(job).number}
         channel.make_room(abi.RING, 2 * need, job.op, settings)
         number, hashed = channel.number(job.op, settings, lambda: None)
-        sms = self._sms(job, wide=job.handle.do_expand or bool(job.handle.static_bound))
+        lays = job.handle.do_expand or bool(job.handle.static_bound)
+        sms = self._sms(job, SUMMING_SMS if lays else DEFAULT_SMS, at_least=1 + lays)
 
         def launch() -> None:
             _wait(job.before_epilogue)
@@ -267,9 +268,9 @@ class GpuBackend:
     def _counts(self, job: MoveJob) -> Any:
         return self._counts_event(job).result()
 
-    def _sms(self, job: MoveJob, *, wide: bool) -> int:
-        """Multiprocessors of a call; at least two where some lay down what others read."""
-        return max(1 + wide, min(job.num_sms or (WIDE_SMS if wide else DEFAULT_SMS), self._channel.num_sms))
+    def _sms(self, job: MoveJob, automatic: int, *, at_least: int = 1) -> int:
+        """Multiprocessors of a call."""
+        return max(at_least, min(job.num_sms or automatic, self._channel.num_sms))
 
     def _ticks_per_byte(self) -> float:
         return 0.0 if self.pace_gbs is None else self._channel.ticks_per_second / (self.pace_gbs * 1e9)

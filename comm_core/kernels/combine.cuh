@@ -142,27 +142,29 @@ struct Lane {
   }
 };
 
-// Weights of all lanes of all tokens, each from the rank of its expert. Thread `me` of `threads`.
-__device__ __forceinline__ void return_weights(const MtCombineCall& call, const Answers& answers, uint32_t seq, bool waits, int64_t me,
+// Weights of all lanes of all tokens, each from the rank of its expert. Thread `me` of `threads`. With `lay` those of other ranks
+// are waited for, and this rank's are where they were before they were laid down.
+__device__ __forceinline__ void return_weights(const MtCombineCall& call, const Answers& answers, const MtReduceCall* lay, uint32_t seq, int64_t me,
                                                int64_t threads) {
   const int num_topk = call.layout.num_topk, words = call.weight_words;
   const int64_t lanes = static_cast<int64_t>(call.layout.num_tokens) * num_topk;
   for (int64_t at = me; call.out_weights && at < lanes; at += threads) {
     Lane lane = Lane::at(call, answers, at);
-    if (waits) lane.await(call.channel, answers, seq);
-    const int64_t from = lane.row(answers) * num_topk + static_cast<int>(at % num_topk);
-    for (int w = 0; w < words; ++w)
-      reinterpret_cast<uint32_t*>(call.out_weights)[at * words + w] =
-          lane.position >= 0 ? reinterpret_cast<const uint32_t*>(answers.weights[lane.rank])[from * words + w] : 0;
+    const bool here = lay && lane.rank == call.channel.rank;
+    if (lay && !here) lane.await(call.channel, answers, seq);
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(here ? reinterpret_cast<const char*>(lay->weights) : answers.weights[lane.rank]);
+    int64_t from = lane.position < 0 ? 0 : lane.row(answers) * num_topk + static_cast<int>(at % num_topk);
+    if (here && lane.position >= 0 && lay->layout.expand) from = reinterpret_cast<const int*>(call.layout.expand_row)[from];
+    for (int w = 0; w < words; ++w) reinterpret_cast<uint32_t*>(call.out_weights)[at * words + w] = lane.position >= 0 ? weights[from * words + w] : 0;
   }
 }
 
 __device__ __forceinline__ const char* row_of_bias(uint64_t bias, int64_t at) { return bias ? reinterpret_cast<const char*>(bias) + at : nullptr; }
 
-// Reads and adds up the tokens of this rank, in the blocks from `first_block` on. With `waits` rows are read chunk by chunk,
-// as their flags come.
+// Reads and adds up the tokens of this rank, in the blocks from `first_block` on. With `lay` rows are read chunk by chunk, as
+// their flags come.
 template <typename T, int N, int STEPS>
-__device__ __forceinline__ void pull_tokens(const MtCombineCall& call, uint32_t seq, bool moves, int first_block, bool waits) {
+__device__ __forceinline__ void pull_tokens(const MtCombineCall& call, const MtReduceCall* lay, uint32_t seq, bool moves, int first_block) {
   const MtLayout& layout = call.layout;
   const int num_topk = layout.num_topk, lane_number = lane_id(), rank = call.channel.rank;
   const int64_t row_bytes = static_cast<int64_t>(call.hidden) * sizeof(T);
@@ -174,7 +176,7 @@ __device__ __forceinline__ void pull_tokens(const MtCombineCall& call, uint32_t 
   for (int64_t token = block * (blockDim.x / WARP) + warp_id(); token < layout.num_tokens; token += warps) {
     Lane lane = {-1, 0};
     if (lane_number < num_topk) lane = Lane::at(call, answers, token * num_topk + lane_number);
-    if (waits) lane.await(call.channel, answers, seq);
+    if (lay) lane.await(call.channel, answers, seq);
     const bool valid = lane.position >= 0;
     const uint32_t last = reinterpret_cast<const uint32_t*>(layout.last_lanes)[token] & __ballot_sync(ALL_LANES, valid);
     const char* address = valid ? answers.x[lane.rank] + lane.row(answers) * row_bytes : nullptr;
@@ -184,7 +186,7 @@ __device__ __forceinline__ void pull_tokens(const MtCombineCall& call, uint32_t 
     const uint32_t remote = last & __ballot_sync(ALL_LANES, valid && lane.rank != rank);
     pace.pass(call.ticks_per_byte * warps, static_cast<int>(row_bytes) * __popc(remote));
   }
-  return_weights(call, answers, seq, waits, static_cast<int64_t>(block) * blockDim.x + threadIdx.x, static_cast<int64_t>(blocks) * blockDim.x);
+  return_weights(call, answers, lay, seq, static_cast<int64_t>(block) * blockDim.x + threadIdx.x, static_cast<int64_t>(blocks) * blockDim.x);
 }
 
 template <typename T, int N, int STEPS>
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(512, 1) combine_impl(const MtCombineCall call)
   const MtPlace none = {};
   const uint32_t seq = next_seq(call.channel);
   const bool moves = begin(call.channel, seq, call.hash, MT_OK, call.x, call.weights, none, call.lent, 0);
-  pull_tokens<T, N, STEPS>(call, seq, moves, 0, false);
+  pull_tokens<T, N, STEPS>(call, nullptr, seq, moves, 0);
   end(call.channel, seq, moves, call.lent);
 }
 
@@ -225,12 +227,13 @@ struct Laid {
 // The chunks of rows that one warp of several lays down, for all readers in turn; each has a flag that says its rows are there.
 struct Chunks {
   int rank, num_ranks, next_chunk, warps, most;
+  bool own;  // rows of this rank's own tokens too
   const int* matrix;
   const int* row_base;
   int reader, chunk;
   int64_t row, end;
-  __device__ __forceinline__ void open(const MtReduceCall& call, int rank_here, int me, int of) {
-    rank = rank_here; num_ranks = call.num_ranks; next_chunk = me; warps = of; most = 0;
+  __device__ __forceinline__ void open(const MtReduceCall& call, int rank_here, int me, int of, bool with_own) {
+    rank = rank_here; num_ranks = call.num_ranks; next_chunk = me; warps = of; most = 0; own = with_own;
     matrix = reinterpret_cast<const int*>(call.layout.matrix);
     row_base = reinterpret_cast<const int*>(call.layout.row_base);
     for (int r = 0; r < num_ranks; ++r) {
@@ -240,11 +243,12 @@ struct Chunks {
   }
   // Goes to the next chunk; false behind the last.
   __device__ __forceinline__ bool next() {
-    while (next_chunk < most * num_ranks) {
+    const int readers = own ? num_ranks : num_ranks - 1;  // this rank comes last
+    while (next_chunk < most * readers) {
       const int q = next_chunk;
       next_chunk += warps;
-      reader = (rank + 1 + q) % num_ranks;
-      chunk = q / num_ranks;
+      reader = (rank + 1 + q % readers) % num_ranks;
+      chunk = q / readers;
       const int rows = matrix[reader * num_ranks + rank], size = chunk_rows(rows);
       if (chunk * size >= rows) continue;
       row = row_base[reader] + chunk * size;
@@ -267,7 +271,7 @@ __device__ __forceinline__ void lay_rows(const MtCombineCall& call, const MtRedu
   const int64_t row_bytes = static_cast<int64_t>(lay.hidden) * sizeof(T);
   const int each = static_cast<int>(blockDim.x) / WARP;
   Chunks chunks;
-  chunks.open(lay, call.channel.rank, static_cast<int>(blockIdx.x) * each + warp_id(), lay.num_sms * each);
+  chunks.open(lay, call.channel.rank, static_cast<int>(blockIdx.x) * each + warp_id(), lay.num_sms * each, true);
   while (chunks.next()) {
     for (int64_t row = chunks.row; row < chunks.end; ++row) {
       const Laid laid = Laid::at(lay, row);
@@ -289,7 +293,7 @@ __global__ void __launch_bounds__(512, 1) combine_reduce_impl(const MtCombineCal
   } else {
     const MtPlace none = {};
     moves = begin(call.channel, seq, call.hash, MT_OK, call.x, call.weights, none, call.lent, lay.num_sms);
-    pull_tokens<T, N, STEPS>(call, seq, moves, lay.num_sms, true);
+    pull_tokens<T, N, STEPS>(call, &lay, seq, moves, lay.num_sms);
   }
   end(call.channel, seq, moves, false);
 }

@@ -31,8 +31,8 @@ int mt_combine(const MtCombineCall* call, void* stream) {
   const mt::Stream on = mt::stream_of(stream);
 #if defined(MT_MOE_BULK)
   if (mt::sums_in_bulk(*call)) {
-    mt::allow_shared(mt::combine_bulk_impl<mt_bf16>, sizeof(mt::SumRing));
-    mt::combine_bulk_impl<mt_bf16><<<call->num_sms, mt::SUM_WARPS * mt::WARP, sizeof(mt::SumRing), on>>>(*call);
+    mt::allow_shared(mt::combine_bulk_impl<mt_bf16>, sizeof(mt::WholeRing));
+    mt::combine_bulk_impl<mt_bf16><<<call->num_sms, mt::WholeRing::THREADS, sizeof(mt::WholeRing), on>>>(*call);
     return mt::launched();
   }
 #endif
@@ -46,8 +46,12 @@ int mt_combine_reduced(const MtCombineCall* call, const MtReduceCall* lay, void*
   const mt::Stream on = mt::stream_of(stream);
 #if defined(MT_MOE_BULK)
   if (mt::sums_in_bulk(*call)) {
-    mt::allow_shared(mt::combine_reduce_bulk_impl<mt_bf16>, sizeof(mt::SumRing));
-    mt::combine_reduce_bulk_impl<mt_bf16><<<lay->num_sms + call->num_sms, mt::SUM_WARPS * mt::WARP, sizeof(mt::SumRing), on>>>(*call, *lay);
+    // Each rank lays down what others read alone, so the shares follow the number of ranks.
+    const int blocks = lay->num_sms + call->num_sms, ranks = lay->num_ranks;
+    MtReduceCall others = *lay;
+    others.num_sms = ranks == 1 ? 0 : blocks < 4 ? 1 : blocks * 3 * (ranks - 1) / (4 * ranks);
+    mt::allow_shared(mt::combine_reduce_bulk_impl<mt_bf16>, sizeof(mt::PartRing));
+    mt::combine_reduce_bulk_impl<mt_bf16><<<blocks, mt::PartRing::THREADS, sizeof(mt::PartRing), on>>>(*call, others);
     return mt::launched();
   }
 #endif
