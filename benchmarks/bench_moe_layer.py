@@ -48,6 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--implementation", default="auto", help="of our experts: auto, loop, grouped, te")
     parser.add_argument("--save-dispatched", default="keep", help="keep, copy or redispatch")
+    parser.add_argument("--at-once", action="store_true", help="delay_wgrad=False")
     parser.add_argument("--release", action="store_true", help="least memory: release=True, delay_wgrad=False")
     parser.add_argument("--comm-sms", type=int, default=0, help="multiprocessors of dispatch and combine, 0: automatic")
     parser.add_argument("--pace-gbs", type=float, help="also time v3 at this pace of the link, whole and in chunks")
@@ -102,12 +103,17 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         save_dispatched=options.save_dispatched,
         comm_sms=options.comm_sms,
         release=options.release,
-        delay_wgrad=not options.release,
+        delay_wgrad=not (options.release or options.at_once),
     )
     memory = Memory(device)
     stock = moe_sides.stock_layer(shape, device)
     row: dict[str, Any] = {"shape": name, "dtype": "bf16", "recipe": "bf16", "ranks": dist.get_world_size()}
-    row |= {"save_dispatched": path.save_dispatched, "release": path.release, "comm_sms": path.comm_sms}
+    row |= {
+        "save_dispatched": path.save_dispatched,
+        "release": path.release,
+        "comm_sms": path.comm_sms,
+        "delay_wgrad": path.delay_wgrad,
+    }
     row["alltoall_memory_gib"] = memory.gib(stock, x, grad)
     memory = Memory(device)
     ours = moe_sides.our_layer(stock, path, implementation=options.implementation)

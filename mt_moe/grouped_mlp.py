@@ -66,7 +66,7 @@ class WeightGrad:
         x: [num_rows, in], or what gives it when it is needed.
         groups: rows of each expert.
         is_packed: the weights are one packed tensor.
-        spare_sms: see `leaving_sms`.
+        spare_sms: see `leaving_sms`; may be changed before the call.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WeightGrad:
         spare_sms: int,
     ) -> None:
         self._products, self._grad, self._x, self._groups = products, grad, x, groups
-        self._is_packed, self._spare_sms = is_packed, spare_sms
+        self._is_packed, self.spare_sms = is_packed, spare_sms
 
     def _rows(self) -> Tensor:
         return self._x if isinstance(self._x, Tensor) else self._x()
@@ -91,7 +91,7 @@ class WeightGrad:
     @torch.no_grad()
     def packed(self) -> Tensor:
         """[num_local_experts, out, in]."""
-        with span("expert_weight_grad", self._grad), leaving_sms(self._spare_sms):
+        with span("expert_weight_grad", self._grad), leaving_sms(self.spare_sms):
             return self._products.weight_grad(self._grad, self._rows(), self._groups)
 
     @staticmethod
@@ -112,7 +112,7 @@ class WeightGrad:
             return torch.cat([r[slice(*b[e])] for e in range(len(ends)) for r, b in zip(rows, bounds, strict=True)])
 
         grad, x = by_expert([part._grad for part in parts]), by_expert([part._rows() for part in parts])
-        return WeightGrad(first._products, grad, x, groups, first._is_packed, first._spare_sms)
+        return WeightGrad(first._products, grad, x, groups, first._is_packed, first.spare_sms)
 
     def split(self, total: Tensor) -> list[Tensor]:
         """A packed gradient in the form of the weights."""

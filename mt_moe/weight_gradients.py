@@ -58,6 +58,11 @@ class WeightGradients:
         self._left = self._num_chunks
         second, self._early = self._early, None
         second = _added_up(self._held[1]) if second is None else second
+        if self._num_chunks > 1:
+            # By the end of fc2's the last communication is over: nobody needs multiprocessors beside fc1's.
+            for part in self._held[0]:
+                if isinstance(part, WeightGrad):
+                    part.spare_sms = 0
         found: list[Tensor | None] = []
         for total, weights in zip((_added_up(self._held[0]), second), self._lists, strict=True):
             found += [None] * len(weights) if total is None else total
