@@ -226,7 +226,7 @@ class ElasticBuffer(Experimental, Symmetric, Paced):
                 still reads its counts on the host.)
             do_zero_padding: with do_expand: rows of the worst case behind the last expert's are zeros, and not left as
                 they are. Gaps between experts are always zero.
-            use_tma_aligned_col_major_sf: received scales lie column by column (`fp8.empty_column_major`).
+            use_tma_aligned_col_major_sf: received scales, if any, lie column by column (`fp8.empty_column_major`).
 
         Returns:
             recv_x, or (data, scales); recv_topk_idx int64 [n, num_topk], local ids, -1 elsewhere (None with do_expand);

@@ -301,10 +301,6 @@ class DispatchArgs:
                 raise UsageError(f"{name}={value!r}", allowed="True or False", fix="pass one of them")
         if self.cumulative_local_expert_recv_stats is not None:
             self._check_stats(limits)
-        if self.use_tma_aligned_col_major_sf and not isinstance(self.x, tuple):
-            raise UsageError(
-                "use_tma_aligned_col_major_sf=True without scales", allowed="x as (data, scales)", fix="leave it out"
-            )
         if self.do_cpu_sync is False and self.handle is None:
             if not limits.worst_case_outputs:
                 raise unsupported("do_cpu_sync=False", "None or True: shapes are exact")

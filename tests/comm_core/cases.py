@@ -149,7 +149,7 @@ def send(
             topk_weights=weights,
             handle=handle,
             async_with_compute_stream=case.asynchronous,
-            use_tma_aligned_col_major_sf=case.column_major and bool(case.scales),
+            use_tma_aligned_col_major_sf=case.column_major,
         )
     return buffer.dispatch(
         x,
@@ -163,7 +163,7 @@ def send(
         cumulative_local_expert_recv_stats=stats,
         do_cpu_sync=False if case.static else None,
         do_zero_padding=case.do_expand,
-        use_tma_aligned_col_major_sf=case.column_major and bool(case.scales),
+        use_tma_aligned_col_major_sf=case.column_major,
         previous_event=buffer.capture() if case.previous else None,
         previous_event_before_epilogue=buffer.capture() if case.previous else None,
         allocate_on_comm_stream=case.previous,

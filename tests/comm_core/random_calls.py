@@ -89,7 +89,6 @@ LOCAL: list[tuple[tuple[str, ...], Callable[[Arguments], Arguments]]] = [
     (("combine",), lambda a: {"bias": (None, None, None)}),
     (("combine",), lambda a: {"x": (a["x"], a["x"])}),
     (("dispatch",), lambda a: {"do_cpu_sync": False, "num_max_tokens_per_rank": 0}),
-    (("dispatch",), lambda a: {"use_tma_aligned_col_major_sf": True}),
     (("dispatch",), lambda a: {"cumulative_local_expert_recv_stats": torch.zeros(999, dtype=torch.int32)}),
     (("dispatch",), lambda a: {"num_sms": -1}),
 ]  # fmt: skip

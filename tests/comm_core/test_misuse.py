@@ -90,7 +90,6 @@ LOCAL: dict[str, tuple[int, Call, Call, str]] = {
     "scales": (1, lambda b, r, g: _cached(b, r, g, x=(g.x, g.x)), _cached, "scales of torch.bfloat16"),
     "rows of scales": (2, lambda b, r, g: _cached(b, r, g, x=_pair(g, 1)), _cached, "scales of shape [1, 1]"),
     "data of scales": (0, lambda b, r, g: _cached(b, r, g, x=(g.x, g.x.float())), _cached, "x of torch.bfloat16"),
-    "column-major": (1, lambda b, r, g: _cached(b, r, g, use_tma_aligned_col_major_sf=True), _cached, "without scales"),
     "fp8 back": (0, lambda b, r, g: _combine(b, r, g, x=_pair(g)), _combine, "x as a pair"),
     "cpu sync": (1, lambda b, r, g: _dispatch(b, r, g, do_cpu_sync=False), _dispatch, "do_cpu_sync=False without"),
     "cached cpu sync": (2, lambda b, r, g: _cached(b, r, g, do_cpu_sync=True), _cached, "do_cpu_sync=True with a"),
