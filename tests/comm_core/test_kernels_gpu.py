@@ -92,7 +92,8 @@ def _subset(rank: int, library: str, times: int) -> list[str]:
 def test_builds_by_the_rules_of_musa_and_with_random_delays(define: str) -> None:
     arch = devices.architecture(_device(0))
     library = str(build.library_path(KIND or "cuda", arch, [define]))
-    assert run_ranks(2, _subset, library, 3, timeout=280) == [[], []]
+    times = int(os.environ.get("TIMES", "3"))
+    assert run_ranks(2, _subset, library, times, timeout=280) == [[], []]
 
 
 def _graph(rank: int) -> list[str]:
