@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from comm_core.runtime.errors import MTMoEError, UsageError
 from dualpipe.compare import columns, compare, report, table
@@ -19,7 +19,7 @@ from dualpipe.costs import parse as parse_costs
 from dualpipe.lists import read_csv
 from dualpipe.plan import Workload, plan
 from dualpipe.render import chrome_trace, svg, text_grid
-from dualpipe.schedule import SCHEDULES, Schedule, build, with_communication
+from dualpipe.schedule import SCHEDULES, BackwardSplit, Schedule, build, with_communication
 from dualpipe.simulate import Durations, simulate
 from dualpipe.validate import validate
 
@@ -130,6 +130,12 @@ def _add_sizes(command: argparse.ArgumentParser) -> None:
 def _add_schedule(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", help=f"one of: {', '.join(sorted(SCHEDULES))}")
     _add_sizes(command)
+    command.add_argument(
+        "--backward-split",
+        choices=[choice.replace("_", "-") for choice in get_args(BackwardSplit)],
+        default="always",
+        help="where I and W may stand apart: where the schedule says (default), before each rank's cool-down, nowhere",
+    )
 
 
 def _add_costs(command: argparse.ArgumentParser) -> None:
@@ -154,6 +160,7 @@ def _build(options: argparse.Namespace) -> Schedule:
         options.schedule,
         options.ranks,
         options.microbatches,
+        backward_split=options.backward_split.replace("-", "_"),
         stages_per_rank=options.stages_per_rank,
         allow_few=True,
     )

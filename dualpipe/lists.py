@@ -107,6 +107,23 @@ def merge_backward(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=_map(schedule, change))
 
 
+def merge_cooldown(schedule: Schedule) -> Schedule:
+    """The schedule with full backwards in the cool-down: an I whose W stands behind its rank's last F becomes a B.
+
+    No weight gradient is kept for the end of the step, where it would fill what is then idle. Some V schedules run this
+    way by default.
+    """
+    ranks = []
+    for actions in schedule.ranks:
+        last = max((i for i, action in enumerate(actions) if action.forward is not None), default=-1)
+        late = {(a.key, a.microbatch) for a in actions[last + 1 :] if a.kind is Kind.W}
+        kept = (a for a in actions if a.kind is not Kind.W or (a.key, a.microbatch) not in late)
+        ranks.append(
+            tuple(replace(a, kind=Kind.B) if a.kind is Kind.I and (a.key, a.microbatch) in late else a for a in kept)
+        )
+    return replace(schedule, ranks=tuple(ranks))
+
+
 def keep_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule with its first `microbatches` alone: the actions of all others are dropped, a pair shrinks.
 

@@ -14,7 +14,7 @@ from dualpipe.actions import StageKey
 from dualpipe.edges import Form, Value, tensors_of
 from dualpipe.executor import Executor, RunStats
 from dualpipe.module_stages import Criterion, EdgeOf, ModuleStages
-from dualpipe.schedule import Schedule, build, forward_only
+from dualpipe.schedule import BackwardSplit, Schedule, build, forward_only
 from dualpipe.weight_grad import split_weight_grads
 
 
@@ -49,7 +49,8 @@ class Pipeline:
         edge_dtype: dtype of that tensor, or a list of dtypes.
         device: where tensors live; the device of the first parameter by default.
         batch_dim: dimension of inputs and labels that is split in microbatches.
-        backward_split: defer the weight gradients of nn.Linear as the schedule says; False runs full backwards.
+        backward_split: defer the weight gradients of nn.Linear as the schedule says; "before_cooldown" keeps none for
+            the end of the step, False runs full backwards.
         timeout: bound of every wait.
 
     With `dualpipe` the two ranks that hold the same stage each see half of the microbatches; add their gradients.
@@ -66,7 +67,7 @@ class Pipeline:
         edge_dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
         device: torch.device | None = None,
         batch_dim: int = 0,
-        backward_split: bool = True,
+        backward_split: bool | BackwardSplit = True,
         timeout: timedelta | None = None,
     ) -> None:
         if group is None and dist.is_initialized():
@@ -88,7 +89,11 @@ class Pipeline:
         self._split, self._batch_dim = backward_split, batch_dim
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor = Executor(group, timeout=timeout, device=self.device)
-        self._patches = [split_weight_grads(m, self._executor.store) for m in modules] if backward_split else []
+        self._patches = (
+            [split_weight_grads(m, self._executor.store) for m in modules]
+            if backward_split not in (False, "never")
+            else []
+        )
         self.stats = RunStats(peak_live=0)
 
     def _schedule(self, num_microbatches: int, inference: bool) -> Schedule:
@@ -98,7 +103,7 @@ class Pipeline:
                 self._name,
                 self._executor.num_ranks,
                 num_microbatches,
-                backward_split=self._split or inference,
+                backward_split=True if inference else self._split,
                 stages_per_rank=self._stages_per_rank,
                 allow_few=True,
             )

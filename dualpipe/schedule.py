@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal, get_args
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.bidirectional import dualpipe, dualpipev, fewest_that_fill
@@ -26,6 +27,7 @@ from dualpipe.lists import (
     from_csv,
     keep_microbatches,
     merge_backward,
+    merge_cooldown,
     with_communication,
 )
 from dualpipe.zero_bubble import zb1p, zbh2, zbv
@@ -33,6 +35,7 @@ from dualpipe.zero_bubble import zb1p, zbh2, zbv
 __all__ = [
     "SCHEDULES",
     "STAGES_PER_RANK",
+    "BackwardSplit",
     "Schedule",
     "build",
     "dualpipe",
@@ -43,6 +46,7 @@ __all__ = [
     "interleaved_pairs",
     "keep_microbatches",
     "merge_backward",
+    "merge_cooldown",
     "one_f_one_b",
     "with_communication",
     "zb1p",
@@ -65,13 +69,16 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 STAGES_PER_RANK = frozenset({"interleaved", "interleaved_pairs"})
 """The builders that also take a number of stages a rank."""
 
+BackwardSplit = Literal["always", "before_cooldown", "never"]
+"""Where backwards may be split in I and W: where the schedule says, only before each rank's cool-down, or nowhere."""
+
 
 def build(
     name: str,
     ranks: int,
     microbatches: int,
     *,
-    backward_split: bool = True,
+    backward_split: bool | BackwardSplit = True,
     stages_per_rank: int | None = None,
     allow_few: bool = False,
 ) -> Schedule:
@@ -81,7 +88,8 @@ def build(
         name: a key of `SCHEDULES`.
         ranks: pipeline ranks.
         microbatches: microbatches a step, both directions together.
-        backward_split: False runs every I as a full B and drops every W (see `merge_backward`).
+        backward_split: False ("never") runs every I as a full B and drops every W (see `merge_backward`);
+            "before_cooldown" does so only for a W behind its rank's last F (see `merge_cooldown`); True is "always".
         stages_per_rank: stages a rank, only for the interleaved schedules (2 by default there).
         allow_few: also give dualpipev below the 2*ranks - 1 microbatches that fill it, where pairs are few or none.
 
@@ -105,11 +113,19 @@ def build(
             allowed=f"at least 2*ranks - 1 = {fewest_that_fill(ranks)} microbatches",
             fix="use more microbatches (a smaller microbatch size) or fewer pipeline ranks",
         )
-    return _build(name, ranks, microbatches, backward_split, stages_per_rank)
+    split = ("always" if backward_split else "never") if isinstance(backward_split, bool) else backward_split
+    if split not in get_args(BackwardSplit):
+        raise UsageError(
+            f"backward_split {backward_split!r}",
+            allowed=f"True, False, {', '.join(get_args(BackwardSplit))}",
+            fix="choose one of them",
+        )
+    return _build(name, ranks, microbatches, split, stages_per_rank)
 
 
 @functools.lru_cache(maxsize=64)
-def _build(name: str, ranks: int, microbatches: int, backward_split: bool, stages_per_rank: int | None) -> Schedule:
+def _build(name: str, ranks: int, microbatches: int, backward_split: str, stages_per_rank: int | None) -> Schedule:
     more = () if stages_per_rank is None else (stages_per_rank,)
     schedule = SCHEDULES[name](ranks, microbatches, *more)
-    return schedule if backward_split else merge_backward(schedule)
+    change = {"never": merge_backward, "before_cooldown": merge_cooldown}.get(backward_split)
+    return schedule if change is None else change(schedule)

@@ -103,6 +103,25 @@ def test_the_closed_form_is_no_bound_for_unequal_costs(costs, formula, idle):
         assert report(build(name, ranks, 32), costs, cost_unit="stage").idle == pytest.approx(idle)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("more", [0, 1])
+def test_without_split_backwards_in_the_cool_down(ranks, more):
+    """Unit costs a stage: full backwards at the end idle twice as long, 4(P-1) for 2(P-1), and hold no more.
+
+    Without any split it is more still: step 3 passes its dX on later.
+    """
+    for microbatches in (2 * ranks + more, 4 * ranks + more):
+        idle = {}
+        for split in ("always", "before_cooldown", "never"):
+            schedule = build("dualpipev", ranks, microbatches, backward_split=split)
+            result = report(schedule, UNIT, cost_unit="stage")
+            assert result.bubble_ratio * result.makespan == pytest.approx(result.idle), "all ranks idle alike"
+            assert set(result.peak_activations) == {2 * ranks + 1}
+            idle[split] = result.idle
+        assert (idle["always"], idle["before_cooldown"]) == (2 * (ranks - 1), 4 * (ranks - 1))
+        assert idle["never"] > idle["before_cooldown"] or ranks <= 2
+
+
 EXPOSED = {
     (8, 16, 0.5): [92, 78, 66.5, 69.25, 65.25, 64.5],
     (8, 32, 0.5): [156, 142, 114.5, 133.25, 113.25, 112.5],

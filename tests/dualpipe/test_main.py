@@ -92,6 +92,15 @@ def test_compare(capsys):
     assert [item["stages"] for item in found["schedules"] if item["schedule"] == "interleaved"] == [12]
 
 
+@pytest.mark.parametrize(("split", "idle"), [("always", 14), ("before-cooldown", 28), ("never", 34)])
+def test_where_backwards_are_split(capsys, split, idle):
+    options = ("--ranks", "8", "--microbatches", "16", "--cost-unit", "stage", "--backward-split", split, "--json")
+    status, text, _ = run(capsys, "simulate", "dualpipev", *options)
+    assert status == 0 and json.loads(text)["idle"] == idle
+    _, csv, _ = show(capsys, "dualpipev", *options[:4], "--format", "csv", "--backward-split", split)
+    assert ("W" in csv) == (split != "never")
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("comm", [(), ("--comm",)])
 def test_validate_reads_what_show_writes(capsys, tmp_path, name, comm):

@@ -16,9 +16,12 @@ from dualpipe.schedule import (
     interleaved,
     interleaved_pairs,
     merge_backward,
+    merge_cooldown,
     one_f_one_b,
     with_communication,
 )
+from dualpipe.steps import prepare
+from dualpipe.validate import validate
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipev", 4, 10), ("dualpipe", 8, 20)])
@@ -182,3 +185,24 @@ def test_equal_arguments_give_the_same_object():
     assert build("dualpipev", 3, 7) is not build("dualpipev", 3, 7, backward_split=False)
     with pytest.raises(UsageError, match=r"ranks \[3\]"):
         build("dualpipev", [3], 7)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_full_backwards_in_the_cool_down(name):
+    """No W behind the last F of its rank; what is split before stays split; valid, and an executor takes it."""
+    for ranks, microbatches in ((2, 4), (4, 8), (4, 12)):
+        full, found = (
+            build(name, ranks, microbatches),
+            build(name, ranks, microbatches, backward_split="before_cooldown"),
+        )
+        assert found == merge_cooldown(full)
+        validate(found)
+        for rank, (actions, before) in enumerate(zip(found.ranks, full.ranks, strict=True)):
+            prepare(found, rank)
+            last = max(i for i, action in enumerate(actions) if action.forward is not None)
+            assert all(action.kind not in (Kind.I, Kind.W) for action in actions[last:])
+            work = Counter((p.kind, p.key, p.microbatch) for a in actions for p in a.compute)
+            old = Counter((p.kind, p.key, p.microbatch) for a in before for p in a.compute)
+            assert work - old == Counter({(Kind.B, *rest): 1 for _, *rest in old - work}.keys()), "I and W became B"
+    with pytest.raises(UsageError, match=r"backward_split 'sometimes'.*before_cooldown"):
+        build(name, 2, 4, backward_split="sometimes")
