@@ -23,10 +23,11 @@ from comm_core import ElasticBuffer, EPHandle
 from comm_core.runtime.errors import UsageError
 from megatron_patch import weight_grad
 from megatron_patch.borrowed import BorrowedExperts
+from mt_moe.aliases import fan_out
 from mt_moe.data_path import DataPath
 from mt_moe.dispatcher import Dispatched, Dispatcher
 from mt_moe.expert_linear import Defer
-from mt_moe.functional import DispatchTicket, StaticRouting, fan_out
+from mt_moe.functional import DispatchTicket, StaticRouting
 from mt_moe.lanes import from_map as topk_from_map
 from mt_moe.routed import Journey
 from mt_moe.weight_gradients import HeldWeightGradients

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm_core import ElasticBuffer, EPHandle
+from comm_core import ElasticBuffer, EPHandle, EventHandle
 from mt_moe import functional
 from mt_moe.functional import Cast, CombineTicket, DispatchTicket, Resend, StaticRouting
 from mt_moe.weight_gradients import WeightGradients
@@ -89,11 +89,13 @@ class Dispatcher:
             topk_idx, num_experts=self.num_experts, do_expand=True, expert_alignment=self.expert_alignment
         )
 
-    def launch_dispatch(self, x: Tensor, topk_weights: Tensor, handle: EPHandle | StaticRouting) -> DispatchTicket:
+    def launch_dispatch(
+        self, x: Tensor, topk_weights: Tensor, handle: EPHandle | StaticRouting, after: EventHandle | None = None
+    ) -> DispatchTicket:
         """Starts sending x [num_tokens, hidden] with topk_weights [num_tokens, num_topk]; waits for the counts."""
         return functional.launch_dispatch(
-            self.buffer, x, topk_weights, handle, num_sms=self.num_sms, cast=self.cast
-        )  # fmt: skip
+            self.buffer, x, topk_weights, handle, num_sms=self.num_sms, cast=self.cast, after=after
+        )
 
     def wait_dispatch(self, ticket: DispatchTicket, weight_gradients: WeightGradients | None = None) -> Dispatched:
         """Makes the current stream wait for the rows; see `functional.wait_dispatch`."""
@@ -105,11 +107,13 @@ class Dispatcher:
         """The tokens of a dispatch, to be sent again in backward."""
         return Resend(self.buffer, x, ticket, self.num_sms)
 
-    def launch_combine(self, rows: Tensor, handle: EPHandle, resend: Resend | None = None) -> CombineTicket:
+    def launch_combine(
+        self, rows: Tensor, handle: EPHandle, resend: Resend | None = None, after: EventHandle | None = None
+    ) -> CombineTicket:
         """Starts sending the experts' results [num_rows, hidden] home."""
         return functional.launch_combine(
-            self.buffer, rows, handle, num_sms=self.num_sms, resend=resend, cast=self.grad_cast
-        )  # fmt: skip
+            self.buffer, rows, handle, num_sms=self.num_sms, resend=resend, cast=self.grad_cast, after=after
+        )
 
     def wait_combine(self, ticket: CombineTicket) -> Tensor:
         """Makes the current stream wait for the sums [num_tokens, hidden]."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from comm_core import ElasticBuffer, EPHandle, EventOverlap
+from comm_core import ElasticBuffer, EPHandle, EventHandle, EventOverlap
 from mt_moe.weight_gradients import WeightGradients
 
 
@@ -98,13 +98,15 @@ class _Exchange:
     """What the launch and wait node of one call share: the event in flight and, in backward, its results."""
 
     __slots__ = (
-        "buffer", "cast", "event", "handle", "num_sms", "pending", "quantised", "resend", "sent", "weight_gradients"
+        "after", "buffer", "cast", "event", "handle", "num_sms", "pending", "quantised", "resend", "sent",
+        "weight_gradients",
     )  # fmt: skip
 
     def __init__(self, buffer: ElasticBuffer, handle: EPHandle | StaticRouting, num_sms: int) -> None:
         self.buffer = buffer
         self.handle = handle
         self.num_sms = num_sms
+        self.after: EventHandle | None = None
         self.cast: Cast | None = None
         self.quantised: tuple[Tensor, Tensor] | None = None
         self.sent: tuple[Tensor, Tensor] | None = None  # held until it has been read
@@ -119,6 +121,12 @@ class _Exchange:
         assert event is not None, "wait without a launch before it"
         event.current_stream_wait()
         self.sent = None
+
+    def beside(self) -> dict[str, Any]:
+        """How a transfer starts: behind the event in `after`, for one time, else behind the current stream's work."""
+        after, self.after = self.after, None
+        ready = {} if after is None else {"previous_event": after, "allocate_on_comm_stream": True}
+        return {"num_sms": self.num_sms, "async_with_compute_stream": True, **ready}
 
     def packed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Rows as they travel."""
@@ -167,6 +175,10 @@ class DispatchTicket:
         """Data and scales of rows that travel so; `rows` then has no values and carries their gradient."""
         return self._exchange.quantised
 
+    def start_after(self, event: EventHandle) -> None:
+        """The backward of this communication starts behind `event`, not behind all work of the current stream."""
+        self._exchange.after = event
+
 
 @dataclass(frozen=True, slots=True)
 class CombineTicket:
@@ -175,6 +187,10 @@ class CombineTicket:
     y: Tensor
     handle: EPHandle
     _exchange: _Exchange
+
+    def start_after(self, event: EventHandle) -> None:
+        """The backward of this communication starts behind `event`, not behind all work of the current stream."""
+        self._exchange.after = event
 
 
 class _LaunchDispatch(torch.autograd.Function):
@@ -186,9 +202,8 @@ class _LaunchDispatch(torch.autograd.Function):
         rows, _, row_weights, exchange.handle, exchange.event = exchange.buffer.dispatch(
             exchange.packed(x),
             topk_weights=topk_weights,
-            num_sms=exchange.num_sms,
             do_zero_padding=True,
-            async_with_compute_stream=True,
+            **exchange.beside(),
             **exchange.routing(),
         )
         assert row_weights is not None, "weights were given"
@@ -228,8 +243,7 @@ class _WaitDispatch(torch.autograd.Function):
             grad_rows.contiguous(),
             exchange.known(),
             topk_weights=grad_row_weights.contiguous(),
-            num_sms=exchange.num_sms,
-            async_with_compute_stream=True,
+            **exchange.beside(),
         )
         exchange.pending = (grad_x, grad_topk_weights)
         held = exchange.weight_gradients
@@ -243,9 +257,7 @@ class _LaunchCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange, ctx.dtype = exchange, rows.dtype
-        y, _, exchange.event = exchange.buffer.combine(
-            rows, exchange.known(), num_sms=exchange.num_sms, async_with_compute_stream=True
-        )
+        y, _, exchange.event = exchange.buffer.combine(rows, exchange.known(), **exchange.beside())
         return y
 
     @staticmethod
@@ -272,9 +284,8 @@ class _WaitCombine(torch.autograd.Function):
         grad_rows, _, _, _, exchange.event = exchange.buffer.dispatch(
             exchange.packed(grad_y.contiguous()),
             handle=exchange.known(),
-            num_sms=exchange.num_sms,
             do_zero_padding=True,
-            async_with_compute_stream=True,
+            **exchange.beside(),
         )
         exchange.pending = grad_rows if isinstance(grad_rows, tuple) else (grad_rows,)
         if exchange.resend is not None:
@@ -290,6 +301,7 @@ def launch_dispatch(
     *,
     num_sms: int = 0,
     cast: Cast | None = None,
+    after: EventHandle | None = None,
 ) -> DispatchTicket:
     """Starts sending every token to the ranks of its experts, one row for each (token, local expert).
 
@@ -301,12 +313,13 @@ def launch_dispatch(
             `StaticRouting`, whose ids are sent along.
         num_sms: multiprocessors to use at most, here and in backward; 0 for automatic.
         cast: packs the tokens, which then arrive as `ticket.quantised`. Their gradients travel as they are.
+        after: starts behind this event, at which the tokens are ready; without it behind all work issued before.
 
     Returns:
         A ticket for `wait_dispatch`. Gradients flow to `x` (sum over its rows) and to `topk_weights`.
     """
     exchange = _Exchange(buffer, handle, num_sms)
-    exchange.cast = cast
+    exchange.cast, exchange.after = cast, after
     rows, row_weights = _LaunchDispatch.apply(x.contiguous(), topk_weights.contiguous(), exchange)
     return DispatchTicket(rows, row_weights, exchange.known(), exchange)
 
@@ -336,6 +349,7 @@ def launch_combine(
     num_sms: int = 0,
     resend: Resend | None = None,
     cast: Cast | None = None,
+    after: EventHandle | None = None,
 ) -> CombineTicket:
     """Starts bringing the experts' results home, where the rows of each token are added without weights.
 
@@ -346,9 +360,10 @@ def launch_combine(
         num_sms: as in `launch_dispatch`.
         resend: launched in backward behind the gradients of the rows.
         cast: packs the gradients of the sums, which are unpacked where they arrive. The sums travel as they are.
+        after: as in `launch_dispatch`.
     """
     exchange = _Exchange(buffer, handle, num_sms)
-    exchange.resend, exchange.cast = resend, cast
+    exchange.resend, exchange.cast, exchange.after = resend, cast, after
     y = _LaunchCombine.apply(rows.contiguous(), exchange)
     return CombineTicket(y, handle, exchange)
 
@@ -357,34 +372,3 @@ def wait_combine(ticket: CombineTicket) -> Tensor:
     """Makes the current stream wait for a combine. Returns y [num_tokens, hidden]; zero where a token has no expert."""
     y: Tensor = _WaitCombine.apply(ticket.y, ticket._exchange)
     return y
-
-
-class _FanOut(torch.autograd.Function):
-    """Aliases of one tensor; the gradients are added in the order of the aliases."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_aliases: int) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.zeros_like = (x.shape, x.dtype, x.device)
-        return tuple(x.view_as(x) for _ in range(num_aliases))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        total: Tensor | None = None
-        for grad in grads:
-            if grad is not None:
-                total = grad if total is None else total + grad
-        if total is None:
-            shape, dtype, device = ctx.zeros_like
-            total = torch.zeros(shape, dtype=dtype, device=device)
-        return total, None
-
-
-def fan_out(x: Tensor, num_aliases: int) -> tuple[Tensor, ...]:
-    """Returns aliases of `x` whose gradients are added in a fixed order, (g0 + g1) + g2 and so on.
-
-    Autograd adds the gradients of a tensor used several times in the order in which they arrive. Moving the shared
-    expert between launch and wait changes that order and with it the last bit of the sum; aliases keep the order.
-    """
-    return tuple(_FanOut.apply(x, num_aliases))

@@ -22,12 +22,12 @@ from comm_core.runtime import device as devices
 from comm_core.runtime import env
 from comm_core.runtime.errors import UsageError
 from mt_moe import memory
+from mt_moe.aliases import fan_out
 from mt_moe.config import MoEConfig
 from mt_moe.dispatcher import Dispatched, Dispatcher
 from mt_moe.expert_linear import Defer
 from mt_moe.experts import Experts
 from mt_moe.fp8_cast import travel_casts
-from mt_moe.functional import fan_out
 from mt_moe.latent import LatentProjection
 from mt_moe.routed import Journey
 from mt_moe.router import Router

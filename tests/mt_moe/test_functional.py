@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm_core import ElasticBuffer
-from mt_moe.functional import fan_out, launch_combine, launch_dispatch, wait_combine, wait_dispatch
+from mt_moe.aliases import fan_out
+from mt_moe.functional import launch_combine, launch_dispatch, wait_combine, wait_dispatch
 from tests.mt_moe.recorded import Mark, RecordedBuffer
 from tests.pool import run_ranks
 
