@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dualpipe.plan import Plan, Workload
     from dualpipe.programs import BackwardJob, ForwardJob, StagePrograms
     from dualpipe.render import chrome_trace, svg, text_grid
+    from dualpipe.replicas import add_mirrored_gradients
     from dualpipe.schedule import (
         Schedule,
         build,
@@ -58,6 +59,7 @@ _HOMES = {
     "pipeline": ("Pipeline", "stages_of_rank"),
     "plan": ("Plan", "Workload"),
     "programs": ("BackwardJob", "ForwardJob", "StagePrograms"),
+    "replicas": ("add_mirrored_gradients",),
     "render": ("chrome_trace", "svg", "text_grid"),
     "schedule": (
         "Schedule",

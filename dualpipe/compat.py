@@ -229,6 +229,9 @@ class _Pipe(nn.Module):
 class DualPipe(_Pipe):
     """Two copies of the model, one in each direction.
 
+    Each copy of a stage gets the gradients of its half of the chunks; those of the whole batch, on both:
+    `dualpipe.add_mirrored_gradients(pipe.module, group=pipe.group, rank_mapping=pipe.rank_mapping)`.
+
     Args:
         modules: this rank's stages: stage r, and stage P-1-r of the other direction.
         batch_dim: dimension that is split in chunks.

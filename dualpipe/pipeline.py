@@ -14,6 +14,7 @@ from dualpipe.actions import StageKey
 from dualpipe.edges import Form, Value, tensors_of
 from dualpipe.executor import Executor, RunStats
 from dualpipe.module_stages import Criterion, EdgeOf, ModuleStages
+from dualpipe.replicas import add_mirrored_gradients
 from dualpipe.schedule import BackwardSplit, Schedule, build, forward_only
 from dualpipe.weight_grad import split_weight_grads
 
@@ -53,7 +54,8 @@ class Pipeline:
             the end of the step, False runs full backwards.
         timeout: bound of every wait.
 
-    With `dualpipe` the two ranks that hold the same stage each see half of the microbatches; add their gradients.
+    With `dualpipe` the two ranks that hold the same stage each see half of the microbatches: call
+    `add_mirrored_gradients` after each step.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Pipeline:
         self._edge = _edge_of(edge_shape, edge_dtype, self.device)
         self._modules = dict(zip(keys, modules, strict=True))
         self._name, self._stages_per_rank = schedule, stages_per_rank
+        self._group, self._timeout = group, timeout
         self._split, self._batch_dim = backward_split, batch_dim
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor = Executor(group, timeout=timeout, device=self.device)
@@ -156,6 +159,15 @@ class Pipeline:
         kept = [stages.outputs[i] for i in sorted(stages.outputs)]
         whole = tuple(torch.cat(parts, self._batch_dim) for parts in zip(*map(tensors_of, kept), strict=True))
         return loss, None if not kept else whole[0] if isinstance(kept[0], Tensor) else whole
+
+    def add_mirrored_gradients(self) -> None:
+        """With `dualpipe` makes gradients those of the whole batch (see `replicas`); nothing to do with the others.
+
+        Collective over the group. Call it once after each training step.
+        """
+        if self._name == "dualpipe":
+            modules = list(self._modules.values())
+            add_mirrored_gradients(modules, group=self._group, timeout=self._timeout)
 
     def _holds(self, stage: int) -> bool:
         return any(key.stage == stage for key in self._modules)

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
-from dualpipe import DualPipe, DualPipeV, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
+from dualpipe import (
+    DualPipe,
+    DualPipeV,
+    WeightGradStore,
+    add_mirrored_gradients,
+    set_p2p_tensor_dtype,
+    set_p2p_tensor_shapes,
+)
 from tests.dualpipe.pipelines import groups_of_four
 from tests.pool import run_ranks
 
@@ -146,7 +153,10 @@ def example(group: Any, cls: Any, stage_cls: Any, seed: int, mapping: Any = None
         found["loss"] = loss is None if wanted is None else torch.equal(loss, wanted)
         assert nothing is None and not WeightGradStore.cache and WeightGradStore.funcs_queue.empty()
     found["pairs"], found["deferred"] = Stage.pairs, Stage.deferred
-    found["grads"] = worst_gradient(group, two_way, held, mine, full)
+    if two_way:
+        found["half"] = worst_gradient(mine, held, full)
+        add_mirrored_gradients(pipe.module, group=pipe.group, rank_mapping=pipe.rank_mapping)
+    found["grads"] = worst_gradient(mine, held, full)
     with torch.no_grad():
         loss, out = pipe.step(*inputs, num_chunks=CHUNKS, criterion=criteria, labels=labels, return_outputs=True)
     found["inference"] = loss is None if wanted is None else torch.equal(loss, wanted)
@@ -157,18 +167,13 @@ def example(group: Any, cls: Any, stage_cls: Any, seed: int, mapping: Any = None
     return found
 
 
-def worst_gradient(group: Any, two_way: bool, held: Any, mine: list[Any], full: list[Any]) -> float:
-    grads = {stage: [p.grad for p in module.parameters()] for stage, module in zip(held, mine, strict=True)}
-    if two_way:
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, grads, group=group)
-        copies = {stage: [found[stage] for found in everyone if stage in found] for stage in grads}
-        grads = {stage: [a + b for a, b in zip(*both, strict=True)] for stage, both in copies.items()}
-    return max(
-        difference(grad, p.grad)
-        for stage, list_ in grads.items()
-        for grad, p in zip(list_, full[stage].parameters(), strict=True)
-    )
+def worst_gradient(mine: list[Any], held: Any, full: list[Any]) -> float:
+    pairs = [
+        both
+        for module, stage in zip(mine, held, strict=True)
+        for both in zip(module.parameters(), full[stage].parameters(), strict=True)
+    ]
+    return max(difference(p.grad, q.grad) for p, q in pairs)
 
 
 CASES = [("V", 2), ("V", 3), ("V", 4), ("two-way", 2), ("two-way", 4)]
@@ -182,6 +187,7 @@ def every_case(rank: int, seed: int) -> dict[Any, Any]:
             found[name, ranks] = example(groups[ranks], cls, Stage, seed)
     found["mapped"] = example(groups[4], DualPipeV, Stage, seed, mapping=[2, 0, 3, 1])
     found["two tensors"] = example(groups[4], DualPipeV, PlainStage, seed)
+    found["two ways, mapped"] = example(groups[4], DualPipe, Stage, seed, mapping=[2, 0, 3, 1])
     found["two tensors, two ways"] = example(groups[2], DualPipe, PlainStage, seed)
     found["wrong shape"] = wrong_shape(groups[2])
     return found
@@ -212,6 +218,7 @@ def check(answer: dict[str, Any], *, hooked: bool = True) -> None:
     assert answer["loss"] and answer["inference"] and answer["outputs"]
     assert answer["grads"] < 1e-13
     assert (answer["pairs"] > 0) == hooked and answer["deferred"] > 0
+    assert answer.get("half", 1) > 1e-3  # each copy alone has half of the chunks
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
@@ -229,6 +236,7 @@ def test_the_v_on_one_rank_without_a_group(fresh_random_data):
 def test_rank_mapping(found):
     for answer in found:
         check(answer["mapped"])
+        check(answer["two ways, mapped"])
 
 
 def test_two_tensors_a_hop_and_no_hook(found):
