@@ -301,17 +301,20 @@ __device__ __forceinline__ void pull_pieces(Ring& ring, const MtCombineCall& cal
 
 template <typename T>
 __global__ void __launch_bounds__(WholeRing::THREADS, 1) combine_bulk_impl(const MtCombineCall call) {
+#if defined(MT_MOE_BULK_HERE)
   extern __shared__ __align__(128) char memory[];
   const MtPlace none = {};
   const uint32_t seq = next_seq(call.channel);
   const bool moves = begin(call.channel, seq, call.hash, MT_OK, call.x, call.weights, none, call.lent, 0);
   pull_pieces<T>(*reinterpret_cast<WholeRing*>(memory), call, nullptr, seq, moves, 0);
   end(call.channel, seq, moves, call.lent);
+#endif
 }
 
 // The rows of this rank's own tokens are not laid down: who reads them adds up what they are made of.
 template <typename T>
 __global__ void __launch_bounds__(PartRing::THREADS, 1) combine_reduce_bulk_impl(const MtCombineCall call, const MtReduceCall lay) {
+#if defined(MT_MOE_BULK_HERE)
   extern __shared__ __align__(128) char memory[];
   constexpr int WARPS = PartRing::THREADS / WARP;
   PartRing& ring = *reinterpret_cast<PartRing*>(memory);
@@ -328,6 +331,7 @@ __global__ void __launch_bounds__(PartRing::THREADS, 1) combine_reduce_bulk_impl
     pull_pieces<T>(ring, call, &lay, seq, moves, lay.num_sms);
   }
   end(call.channel, seq, moves, false);
+#endif
 }
 
 }  // namespace mt

@@ -215,6 +215,7 @@ __device__ __forceinline__ void move_smalls(const MtDispatchCall& call, const Tu
 }
 
 __global__ void __launch_bounds__(512, 1) dispatch_bulk_impl(const MtDispatchCall call, const BulkShape shape) {
+#if defined(MT_MOE_BULK_HERE)
   extern __shared__ __align__(128) char memory[];
   __shared__ RowSources sources;
   const MtChannel& channel = call.channel;
@@ -242,6 +243,7 @@ __global__ void __launch_bounds__(512, 1) dispatch_bulk_impl(const MtDispatchCal
   }
   clear_rest<int4>(call, sources, moves, static_cast<int>(blockIdx.x) * num_warps + warp_id(), static_cast<int>(gridDim.x) * num_warps);
   end(channel, seq, moves, call.lent);
+#endif
 }
 
 // The shape for rows of some bytes; depth 0 where they can not be moved like this.

@@ -145,7 +145,12 @@ inline void allow_shared(Kernel kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+// Defined where kernels are compiled for a device that has them; for others they are empty and never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MT_MOE_BULK_HERE 1
+#endif
+
+#if defined(MT_MOE_BULK_HERE)
 __device__ __forceinline__ uint32_t in_shared(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void bulk_open(BulkFlag* flag) {
