@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from comm_core.runtime.errors import MTMoEError, UsageError
+from dualpipe.beside import Beside
 from dualpipe.compare import columns, compare, report, table
 from dualpipe.costs import parse as parse_costs
+from dualpipe.executed import executed_blocks, read_trace
 from dualpipe.lists import read_csv
 from dualpipe.plan import Workload, plan
 from dualpipe.render import chrome_trace, svg, text_grid
@@ -50,16 +52,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m dualpipe", description="Pipeline schedules drawn, timed, checked and chosen.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    show = commands.add_parser("show", help="print a schedule", description="Prints a schedule.")
-    _add_schedule(show)
-    show.add_argument(
-        "--format",
-        choices=("text", "csv", "svg", "trace"),
-        default="text",
-        help="text grid, CSV (a row a rank), SVG, Chrome trace (a forward is 1 ms)",
-    )
-    show.add_argument("--comm", action="store_true", help="with SEND and RECV")
-    show.add_argument("--output", type=Path, help="file to write; standard output by default")
+    _add_show(commands.add_parser("show", help="print a schedule", description="Prints a schedule."))
     timed = commands.add_parser(
         "simulate",
         help="time one schedule",
@@ -89,6 +82,24 @@ def _parser() -> _Parser:
     checked.add_argument("--max-live", type=int, metavar="N", help="most stage activations a rank may hold at once")
     _add_plan(commands.add_parser("plan", help="choose a schedule", description=_PLAN))
     return parser
+
+
+def _add_show(show: argparse.ArgumentParser) -> None:
+    _add_schedule(show)
+    show.add_argument(
+        "--format",
+        choices=("text", "csv", "svg", "trace"),
+        default="text",
+        help="text grid, CSV (a row a rank), SVG, Chrome trace (a forward is 1 ms)",
+    )
+    show.add_argument("--comm", action="store_true", help="with SEND and RECV")
+    show.add_argument(
+        "--executed",
+        type=Path,
+        metavar="TRACE.json",
+        help="beside it, in the same colours, the last step of a trace that ran it (text, svg, trace)",
+    )
+    show.add_argument("--output", type=Path, help="file to write; standard output by default")
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
@@ -168,15 +179,22 @@ def _build(options: argparse.Namespace) -> Schedule:
 
 def _show(options: argparse.Namespace) -> str:
     """The schedule in one format. Picture and trace: F = I = W = 1, B = 2, FB = 3, and a hop of 0.25 with --comm."""
-    schedule = with_communication(_build(options)) if options.comm else _build(options)
+    plain = _build(options)
+    schedule = with_communication(plain) if options.comm else plain
+    title = f"{_TITLES[schedule.name]}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+    costs = Durations(hop=_HOP if options.comm else 0.0)
+    if options.executed is not None:
+        if options.format == "csv":
+            raise UsageError("--executed with --format csv", allowed="text, svg, trace", fix="choose one of them")
+        both = Beside(schedule, executed_blocks(plain, read_trace(options.executed)), costs)
+        return {"text": both.text, "trace": both.trace, "svg": lambda: both.svg(title)}[options.format]()
     if options.format == "csv":
         return schedule.to_csv()
     if options.format == "text":
         return text_grid(schedule)
-    timed = simulate(schedule, Durations(hop=_HOP if options.comm else 0.0))
+    timed = simulate(schedule, costs)
     if options.format == "trace":
         return chrome_trace(timed.blocks)
-    title = f"{_TITLES[schedule.name]}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     if options.comm:
         title += f", a hop takes {_HOP:g} of a forward"
     return svg(timed.blocks, num_ranks=schedule.num_ranks, title=title, unit="forwards of one stage")

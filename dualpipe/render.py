@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from comm_core.runtime.errors import UsageError
@@ -39,7 +39,7 @@ STYLES: dict[str, Style] = {
 }
 
 _INK, _MUTED, _PAPER, _LANE, _LINE = "#1f2328", "#59636e", "#ffffff", "#f2f4f7", "#d1d9e0"
-_LEFT, _RIGHT, _TOP, _CELL, _STRIP, _GAP = 64.0, 20.0, 78.0, 26.0, 7.0, 8.0
+_LEFT, _RIGHT, _TOP, _CELL, _STRIP, _GAP, _CAPTION = 64.0, 20.0, 78.0, 26.0, 7.0, 8.0, 24.0
 _FONT = "ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
@@ -52,7 +52,7 @@ def text_grid(schedule: Schedule) -> str:
     """
     cells = [[""] * math.ceil(simulate(schedule).makespan) for _ in range(schedule.num_ranks)]
     compute = [block for block in simulate(schedule).blocks if block.kind not in ("SEND", "RECV")]
-    names = [iter(_cell_names(schedule, rank)) for rank in range(schedule.num_ranks)]
+    names = [iter(cell_names(schedule, rank)) for rank in range(schedule.num_ranks)]
     for block in compute:
         column, first = cells[block.rank], round(block.start)
         for row in range(first, round(block.end)):
@@ -65,7 +65,7 @@ def text_grid(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell_names(schedule: Schedule, rank: int) -> list[str]:
+def cell_names(schedule: Schedule, rank: int) -> list[str]:
     """The short name of each computation of a rank, with its arrows."""
     names: list[str] = []
     arrows = ""
@@ -78,6 +78,14 @@ def _cell_names(schedule: Schedule, rank: int) -> list[str]:
             names.append(arrows + "+".join(map(str, action.compute)))
             arrows = ""
     return names
+
+
+class Panel(NamedTuple):
+    """Blocks with a time axis of their own; a caption stands above it."""
+
+    blocks: Sequence[Block]
+    unit: str
+    caption: str = ""
 
 
 def svg(blocks: Sequence[Block], *, num_ranks: int, title: str, unit: str) -> str:
@@ -95,37 +103,64 @@ def svg(blocks: Sequence[Block], *, num_ranks: int, title: str, unit: str) -> st
     Raises:
         UsageError: a block outside of the lanes, of unknown kind, or with times that can not be drawn.
     """
-    _check(blocks, num_ranks)
-    origin = min((block.start for block in blocks), default=0.0)
-    span = max((block.end for block in blocks), default=1.0) - origin or 1.0
-    width = _plot_width(blocks, span)
-    strip = _STRIP if any(block.kind in ("SEND", "RECV") for block in blocks) else 0.0
-    lane = _CELL + strip + _GAP
-    height = _TOP + num_ranks * lane + 44.0
+    return svg_panels([Panel(blocks, unit)], num_ranks=num_ranks, title=title)
+
+
+def svg_panels(panels: Sequence[Panel], *, num_ranks: int, title: str) -> str:
+    """Draws panels of equal width one below another, as `svg` draws one."""
+    everything = [block for panel in panels for block in panel.blocks]
+    _check(everything, num_ranks)
+    width = max(_plot_width(panel.blocks, _extent(panel.blocks)[1]) for panel in panels)
+    strip = _STRIP if any(block.kind in ("SEND", "RECV") for block in everything) else 0.0
+    lanes = num_ranks * (_CELL + strip + _GAP)
+    tops, height = [], _TOP - 44.0
+    for panel in panels:
+        tops.append(height + 44.0 + (_CAPTION if panel.caption else 0.0))
+        height = tops[-1] + lanes
+    height += 44.0
     total = _LEFT + width + _RIGHT
-    first_stage = {rank: min((b.stage for b in blocks if b.rank == rank), default=0) for rank in range(num_ranks)}
-    second = any(block.stage != first_stage[block.rank] for block in blocks)
+    first_stage = {rank: min((b.stage for b in everything if b.rank == rank), default=0) for rank in range(num_ranks)}
+    second = any(block.stage != first_stage[block.rank] for block in everything)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {total:.0f} {height:.0f}" role="img" font-family="{_FONT}" font-size="12">',
         f"<title>{_escape(title)}</title>",
         f'<rect width="100%" height="100%" rx="10" fill="{_PAPER}" stroke="{_LINE}"/>',
         f'<text x="20" y="30" font-size="17" font-weight="600" fill="{_INK}">{_escape(title)}</text>',
-        _legend({block.kind for block in blocks}, second),
-        _axis(origin, span, width, _TOP + num_ranks * lane, unit),
+        _legend({block.kind for block in everything}, second),
     ]
+    for panel, top in zip(panels, tops, strict=True):
+        parts += _panel(panel, top, width=width, num_ranks=num_ranks, strip=strip, first_stage=first_stage)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _extent(blocks: Sequence[Block]) -> tuple[float, float]:
+    """First start, and the time from there to the last end."""
+    origin = min((block.start for block in blocks), default=0.0)
+    return origin, max((block.end for block in blocks), default=1.0) - origin or 1.0
+
+
+def _panel(
+    panel: Panel, top: float, *, width: float, num_ranks: int, strip: float, first_stage: dict[int, int]
+) -> list[str]:
+    """Axis, lanes and cells."""
+    origin, span = _extent(panel.blocks)
+    lane = _CELL + strip + _GAP
+    parts = [_axis(span, width, top, top + num_ranks * lane, panel.unit)]
+    if panel.caption:
+        parts.append(f'<text x="20" y="{top - 14:.1f}" font-weight="600" fill="{_INK}">{_escape(panel.caption)}</text>')
     for rank in range(num_ranks):
-        y = _TOP + rank * lane
+        y = top + rank * lane
         parts.append(
             f'<text x="{_LEFT - 10:.0f}" y="{y + _CELL / 2 + 4:.1f}" text-anchor="end" fill="{_INK}">rank {rank}</text>'
             f'<rect x="{_LEFT:.0f}" y="{y:.1f}" width="{width:.1f}" height="{_CELL + strip:.1f}" fill="{_LANE}"/>'
         )
-    for block in blocks:
+    for block in panel.blocks:
         x = _LEFT + (block.start - origin) / span * width
         wide = (block.end - block.start) / span * width
-        y = _TOP + block.rank * lane
-        parts.append(_block(block, x, y, wide, unit, block.stage != first_stage[block.rank]))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        second = block.stage != first_stage[block.rank]
+        parts.append(_block(block, x, top + block.rank * lane, wide, panel.unit, second))
+    return parts
 
 
 def _check(blocks: Sequence[Block], num_ranks: int) -> None:
@@ -164,7 +199,7 @@ def _legend(kinds: set[str], second: bool) -> str:
     return "".join(parts)
 
 
-def _axis(origin: float, span: float, width: float, y: float, unit: str) -> str:
+def _axis(span: float, width: float, top: float, y: float, unit: str) -> str:
     """Ticks at round numbers from the first start."""
     step = 10.0 ** math.floor(math.log10(span / 5))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 12)
@@ -172,7 +207,7 @@ def _axis(origin: float, span: float, width: float, y: float, unit: str) -> str:
     for i in range(int(span / step) + 1):
         x, value = _LEFT + i * step / span * width, f"{i * step:g}"
         parts.append(
-            f'<line x1="{x:.1f}" y1="{_TOP - 6:.0f}" x2="{x:.1f}" y2="{y + 2:.1f}" stroke="{_LINE}"/>'
+            f'<line x1="{x:.1f}" y1="{top - 6:.0f}" x2="{x:.1f}" y2="{y + 2:.1f}" stroke="{_LINE}"/>'
             f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle" font-size="11" fill="{_MUTED}">{value}</text>'
         )
     end = _LEFT + width
@@ -217,18 +252,21 @@ def _escape(text: str) -> str:
     return html.escape(kept.replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd"), quote=True)
 
 
-def chrome_trace(blocks: Sequence[Block], *, unit_us: float = 1000.0) -> str:
+def chrome_trace(blocks: Sequence[Block], *, unit_us: float = 1000.0, names: Mapping[int, str] | None = None) -> str:
     """The blocks as a Chrome trace (chrome://tracing, Perfetto): one process a rank, computation and messages apart.
 
     Args:
         blocks: planned or executed blocks.
         unit_us: microseconds of one time unit of the blocks.
+        names: what each rank is called; "rank 0" and so on by default.
+
+    Equal actions have equal names, which viewers give equal colours.
 
     Returns:
         JSON, readable again by `blocks.blocks_from_events`.
     """
     events: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": (names or {}).get(rank, f"rank {rank}")}}
         for rank in sorted({block.rank for block in blocks})
     ]
     for block in blocks:
