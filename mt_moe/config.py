@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -122,7 +123,7 @@ class MoEConfig:
     def _check_combinations(self) -> None:
         """Values that are each allowed and make no sense together."""
         if self.capacity_factor is not None:
-            self._require(self.capacity_factor > 0, "capacity_factor", "more than 0, or None")
+            self._require(0 < self.capacity_factor < math.inf, "capacity_factor", "a finite number above 0, or None")
         self._require(self.latent < self.hidden, "latent", f"less than hidden = {self.hidden}, or 0 for no projections")
         self._require(not self.shared_gate or self.shared_ffn > 0, "shared_gate", "False where shared_ffn is 0")
         # A softmax over one chosen expert is 1 whatever the logits are: the router would learn nothing.

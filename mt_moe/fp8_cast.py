@@ -253,7 +253,7 @@ class Travel:
             data, scales = fast.rows_by_row(x.reshape(-1, width), self._recipe)
         else:
             data, scales = quantised(x.reshape(-1, width), (1,), self._recipe.power_of_two)
-        return data.view(num_rows, hidden), scales.view(num_rows, -1)
+        return data.view(num_rows, hidden), scales.view(num_rows, hidden // width)
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows of data and scales, rounded to `dtype`."""
@@ -261,7 +261,8 @@ class Travel:
         fast = kernels(data.device)
         if fast is not None and num_rows and hidden % BLOCK == 0:
             return fast.unpacked(data, scales, dtype)
-        blocks = data.view(num_rows, scales.shape[1], -1).float() * scales[:, :, None]
+        parts = scales.shape[1]  # all sizes are named: with no rows torch can not work one out
+        blocks = data.view(num_rows, parts, hidden // parts).float() * scales[:, :, None]
         return blocks.view(num_rows, hidden).to(dtype)
 
 

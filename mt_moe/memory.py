@@ -4,7 +4,7 @@ For N rows on a rank, each of width H and with an inner width F (2F of fc1's out
 bytes, and T tokens of K lanes:
 
     tokens          T * H * s       the layer's input, which router and dispatch share
-    dispatched      N * H * s       with "keep" and "copy"; 0 with "redispatch"
+    dispatched      N * H * s       with "keep" and "copy"; 0 with "redispatch"; FP8 and scales by recipe
     fc1's output    N * 2F * s      with recompute "activation" and "nothing"
     activation      N * F * s       with recompute "nothing"
     routing         N * 4 + T * K * 12, weights of rows, ids and weights of tokens; the layout of the handle beside it
@@ -21,6 +21,7 @@ import torch
 
 from mt_moe.config import MoEConfig
 from mt_moe.data_path import RECOMPUTE, SAVE_DISPATCHED
+from mt_moe.recipes import BLOCK, recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,16 @@ def kept(config: MoEConfig, num_tokens: int, num_rows: int, dtype: torch.dtype =
         dtype: of tokens and weights.
     """
     path, size = config.data_path, dtype.itemsize
-    width = config.latent or config.hidden
+    width, recipe = config.latent or config.hidden, recipe_of(config.recipe)
+    row = width * size
+    if recipe is not None and (recipe.dispatch == "fp8" or (recipe.fc1_forward == "fp8" and recipe.keep == "fp8")):
+        row = width + 4 * (width // BLOCK if recipe.scaling == "block" else 1)
     inner = (2 if config.gated else 1) * config.ffn
     return Kept(
         save_dispatched=path.save_dispatched,
         recompute=path.recompute,
         tokens=num_tokens * config.hidden * size,
-        dispatched=0 if path.save_dispatched == "redispatch" else num_rows * width * size,
+        dispatched=0 if path.save_dispatched == "redispatch" else num_rows * row,
         hidden=0 if path.recompute == "fc1" else num_rows * inner * size,
         activation=num_rows * config.ffn * size if path.recompute == "nothing" else 0,
         routing=num_rows * 4 + num_tokens * config.num_topk * 12,
@@ -75,10 +79,15 @@ def kept(config: MoEConfig, num_tokens: int, num_rows: int, dtype: torch.dtype =
 
 
 def choices(config: MoEConfig, num_tokens: int, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Kept]:
-    """`kept` for every choice, the one of `config` first. "copy" is left out: it is the same as "keep"."""
+    """`kept` for every choice, the one of `config` first. "copy" is left out: it is the same as "keep".
+
+    An FP8 recipe follows no other choice than its own.
+    """
     path = config.data_path
     own = kept(config, num_tokens, num_rows, dtype)
     found = [own]
+    if recipe_of(config.recipe) is not None:
+        return found
     for save in (name for name in SAVE_DISPATCHED if name != "copy"):
         for recompute in RECOMPUTE:
             other = replace(config, data_path=replace(path, save_dispatched=save, recompute=recompute))

@@ -83,3 +83,14 @@ def test_two_ranks_compute_what_one_does() -> None:
     assert relative(torch.cat((first[1], second[1])), want[1]) < 5e-3
     for index in (3, 4):
         assert relative(torch.cat((first[index], second[index])), want[index]) < 5e-3
+
+
+@pytest.mark.parametrize("recipe", [TRAVEL, replace(ROW, dispatch="fp8", dispatch_grad="fp8", keep="fp8")])
+def test_parts_without_tokens(recipe: Recipe) -> None:
+    """A rank, or a chunk, may have none: the other ranks wait for its part of the exchange."""
+    for num_tokens, num_chunks in ((0, 1), (0, 2), (2, 5)):
+        given = tokens_and_grad(num_tokens)
+        whole, parts = results(recipe, *given), results(recipe, *given, num_chunks=num_chunks)
+        assert parts[0].shape == (num_tokens, CONFIG.hidden) and parts[1].shape == parts[0].shape
+        assert torch.equal(whole[0], parts[0])
+        assert all(bool(grad.any()) == bool(num_tokens) for grad in parts[2:])

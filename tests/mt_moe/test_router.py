@@ -182,10 +182,11 @@ def test_balance_loss_is_the_papers(score: str) -> None:
         ({"router_dtype": "bf16"}, "router_dtype = 'bf16'; allowed: fp32 or fp64"),
         ({"load_balancing": "sinkhorn"}, "seq_aux_loss or aux_loss or global_aux_loss"),
         ({"drop_policy": "last"}, "probs or position"),
-        ({"capacity_factor": 0.0}, "more than 0, or None"),
+        ({"capacity_factor": 0.0}, "a finite number above 0, or None"),
         ({"latent": 12}, "latent = 12; allowed: less than hidden = 12, or 0 for no projections"),
         ({"shared_gate": True}, "False where shared_ffn is 0"),
         ({"score": "softmax", "num_topk": 1}, "normalize_weights = True; allowed: False for softmax scores with"),
+        ({"capacity_factor": float("inf")}, "capacity_factor = inf; allowed: a finite number above 0, or None"),
     ],
 )
 def test_bad_settings(change: dict[str, object], message: str) -> None:
