@@ -123,8 +123,10 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Every token through its experts and the shared expert. Collective: every rank calls it, with any tokens.
 
+        Computes in the dtype of the weights, under autocast too.
+
         Args:
-            x: [..., hidden]; any leading shape, also without tokens.
+            x: [..., hidden] in the dtype of the weights; any leading shape, also without tokens.
             token_mask: bool, the leading shape of x; a token with False meets no routed expert.
             aux_losses: takes the router's losses (scalars), to be added to the loss; needed in training where
                 `aux_loss_coefficient` or `z_loss_coefficient` is set. The next to last dimension of x is the sequence.
@@ -134,9 +136,13 @@ class MoELayer(nn.Module):
             [..., hidden] in the dtype of x.
 
         Raises:
-            UsageError: a last dimension other than hidden, a mask of another shape, a balance loss with no place to go.
+            UsageError: a last dimension other than hidden, another dtype than the weights', a mask of another shape, a
+                balance loss with no place to go.
         """
         self._check(x, token_mask, aux_losses)
+        if torch.is_autocast_enabled(x.device.type):  # it would round logits, and forward unlike backward
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x, token_mask=token_mask, aux_losses=aux_losses, defer=defer)
         tokens = x.reshape(-1, self.config.hidden)
         mask = None if token_mask is None else token_mask.reshape(-1)
         # The order of the aliases is the order in which their gradients are added.
@@ -226,6 +232,12 @@ class MoELayer(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.config.hidden:
             raise UsageError(
                 f"x of shape {list(x.shape)}", allowed=f"[..., {self.config.hidden}]", fix="pass tokens of width hidden"
+            )
+        if x.dtype != self.experts.fc1.dtype:
+            raise UsageError(
+                f"x of {x.dtype} and weights of {self.experts.fc1.dtype}",
+                allowed="one dtype",
+                fix="build MoELayer(..., dtype=) for the dtype of its tokens, or pass x.to(dtype)",
             )
         if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
             raise UsageError(

@@ -306,8 +306,27 @@ def test_shapes_and_refusals() -> None:
             layer(torch.randn(3, 4), aux_losses=losses)
         with pytest.raises(UsageError, match="token_mask"):
             layer(torch.randn(3, FULL.hidden), aux_losses=losses, token_mask=torch.ones(4, dtype=torch.bool))
+        with pytest.raises(UsageError, match=r"x of torch.bfloat16 and weights of torch.float32; allowed: one dtype"):
+            layer(torch.randn(3, FULL.hidden).bfloat16(), aux_losses=losses)
         layer.eval()
         assert layer(torch.randn(3, FULL.hidden)).shape == (3, FULL.hidden)
+
+
+@pytest.mark.parametrize("experts", ["loop", "grouped"])
+def test_autocast_changes_nothing(experts: str) -> None:
+    """Rounded logits would send tokens elsewhere; and products rounded forward would meet others in backward."""
+    config = replace(FULL, hidden=16, ffn=8, experts=experts, shared_gate=True)
+    x = torch.randn(9, config.hidden)
+    found: list[list[Tensor]] = []
+    for enabled in (False, True):
+        with MoELayer(config) as layer:
+            leaf = x.clone().requires_grad_()
+            losses: list[Tensor] = []
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                y = layer(leaf, aux_losses=losses)
+            (y.square().sum() + sum(losses)).backward()
+            found.append([y, leaf.grad, *losses, *[weight.grad for weight in layer.parameters()]])
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))
 
 
 def test_each_sequence_of_a_batch_has_its_loss() -> None:
