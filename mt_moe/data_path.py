@@ -15,6 +15,9 @@ RECOMPUTE: Final = ("activation", "fc1", "nothing")
 class DataPath:
     """Settings of the data path of one layer; equal on all ranks.
 
+    What is kept is the choice of grouped experts. The loop keeps what its nodes keep, whatever `recompute` and
+    `release` say, and refuses "redispatch"; an FP8 recipe has no `release` either.
+
     Args:
         num_chunks: the tokens of a call travel in so many parts, so that the rows of one part move beside the products
             of another, in forward and in backward. Sums over chunks are rounded once a chunk.
