@@ -49,6 +49,7 @@ class _StageRun:
         self._runs = [run_of(layer, stage.aux_losses, stage.aux_loss_scale) for layer in stage.layers]
         self._value: Tensor | None = x.detach().requires_grad_(x.requires_grad)
         self._edge = get_gradient_edge(x) if x.requires_grad else None
+        self._is_own = stage.before is not None
 
     def perform(self, place: Place) -> None:
         """Runs one part of one layer."""
@@ -89,16 +90,19 @@ class _StageRun:
         self._runs[layer].receive(grad)
 
     def end_backward(self) -> Tensor | None:
-        """The gradient of the input; None where it needs none."""
+        """The gradient of the caller's input; None where it needs none, or `before` made it and has got it here."""
+        if self._is_own:
+            self.pass_on()
         grad, self._value = self._value, None
         self._runs = []
         return grad
 
     def pass_on(self) -> None:
-        """Runs autograd on from the input: what stands before the layers, and the leaf of the caller."""
-        grad, edge = self.end_backward(), self._edge
-        if grad is not None and edge is not None:
-            torch.autograd.backward([edge], [grad])
+        """Runs autograd on from the input of the layers, to `before` or to the leaf of the caller."""
+        grad, self._value = self._value, None
+        self._runs = []
+        if grad is not None and self._edge is not None:
+            torch.autograd.backward([self._edge], [grad])
 
 
 _METHODS = {"F": "forward", "B": "backward", "W": "weights"}
@@ -204,7 +208,9 @@ class OverlapStage(nn.Module):
         return inputs[0]
 
     def _end(self, run: _StageRun, x: Tensor) -> Tensor:
-        y: Tensor = _Node.apply(torch.empty(0, requires_grad=True), x, run, run.finish().detach())
+        # Noting a gradient runs autograd on from the node without one, which what `before` keeps would not survive.
+        caller = x.detach() if self.before is not None else x
+        y: Tensor = _Node.apply(torch.empty(0, requires_grad=True), caller, run, run.finish().detach())
         return y if self.after is None else self.after(y)
 
     def _note(self, roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> tuple[_StageRun, Tensor]:
@@ -238,7 +244,7 @@ class OverlapStage(nn.Module):
 
         Args:
             module0: runs forward.
-            inputs0: its arguments.
+            inputs0: its arguments, leaves where they need gradients.
             criterion0: `criterion(*outputs, *labels) -> scalar`, on the last stage.
             labels0: arguments of the criterion.
             module1: runs backward, weight gradients included; may be module0.
