@@ -44,6 +44,7 @@ class MoEConfig:
         bias_update_rate: step of the expert bias; 0 keeps the bias as it is.
         load_balancing: the tokens over which the balance loss is taken: "seq_aux_loss" (each sequence), "aux_loss" (the
             tokens of one call on one rank), "global_aux_loss" (those of all ranks and calls since the last step).
+            The last depends on the calls before; a layer that is run again in backward counts twice and meets others.
         aux_loss_coefficient: factor of the balance loss; 0 for none.
         z_loss_coefficient: factor of the z loss, which keeps logits small; 0 for none.
         capacity_factor: an expert takes at most this many times a rank's mean number of tokens an expert from the

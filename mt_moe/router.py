@@ -11,6 +11,7 @@ the mean load. It never enters the weights, so it disturbs no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,16 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("balance_counts", torch.zeros(config.num_experts + 1, device=device), persistent=False)
         self._noise_seed = f"{config.seed}/{name}/{rank}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """What `to`, `bfloat16` and the like do. Bias and counts stay fp32: in BF16 small steps of them are lost."""
+        before = {name: self._buffers[name] for name in ("expert_bias", "balance_counts")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != torch.float32:
+                self._buffers[name] = old.to(new.device)
+        return self
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
         """Routes x [num_tokens, hidden].

@@ -194,6 +194,21 @@ def test_bad_settings(change: dict[str, object], message: str) -> None:
         replace(BASE, **change)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bias_and_counts_stay_fp32(dtype: torch.dtype) -> None:
+    """A step of 1e-3 on a bias of 0.7 would be lost in BF16."""
+    router = Router(replace(BASE, bias_update_rate=1e-3))
+    bias, load = torch.rand(BASE.num_experts) + 0.5, torch.arange(BASE.num_experts)
+    router.expert_bias.copy_(bias)
+    router.balance_counts.fill_(257.0)
+    router.to(dtype)
+    assert router.weight.dtype == dtype and bool((router.balance_counts == 257).all())
+    router.update_expert_bias(load)
+    moved = 1e-3 * torch.sign(load.double().mean() - load)
+    assert router.expert_bias.dtype == router.balance_counts.dtype == torch.float32
+    torch.testing.assert_close(router.expert_bias, bias + moved.float())
+
+
 def test_forced_balance() -> None:
     """Every expert gets its share, each time the same; ranks differ; the gradient passes to the logits."""
     config = replace(BASE, force_load_balancing=True, score="softmax", normalize_weights=False)
