@@ -44,6 +44,40 @@ class Stage(nn.Module):
         self.syncing = True
 
 
+class Alive:
+    """Stands for what autograd keeps of one forward; counted from the forward until the graph is freed."""
+
+    now = peak = 0
+
+    def __init__(self) -> None:
+        Alive.now += 1
+        Alive.peak = max(Alive.peak, Alive.now)
+
+    def __del__(self) -> None:
+        Alive.now -= 1
+
+
+class Mark(torch.autograd.Function):
+    """The identity; its node holds one `Alive`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.alive = Alive()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Counted(Stage):
+    """A stage whose graphs are counted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Mark.apply(super().forward(x))
+        return y
+
+
 def criterion(output: Tensor, label: Tensor) -> Tensor:
     return (output - label).square().mean()
 
@@ -103,6 +137,8 @@ def run_pipeline(
     reference = [stage.to(device) for stage in make_stages(num_stages, seed)]
     keys = stages_of_rank(name, ranks, rank, stages_per_rank)
     mine = [copy.deepcopy(reference[key.stage]) for key in keys]
+    for stage in mine:
+        stage.__class__ = Counted
     fired = [watch_hooks(stage) for stage in mine]
     results, sizes = [], {"stages_per_rank": stages_per_rank, "allow_few": True}
     options = {"schedule": name, "group": group, "edge_shape": (ROWS, HIDDEN), "edge_dtype": torch.float64}
@@ -117,6 +153,7 @@ def run_pipeline(
             expected = serial(reference, x, y, count)
             inputs = share_of(name, x, rank, ranks - 1, of_stage="first")
             labels = share_of(name, y, rank, ranks - 1, of_stage="last")
+            Alive.peak = Alive.now
             loss, outputs = pipeline.step(*inputs, num_microbatches=count, criterion=criterion, labels=labels)
             planned = build(name, ranks, count, backward_split=backward_split, **sizes)
             wanted = share_of(name, expected, rank, ranks - 1, of_stage="last")
@@ -128,6 +165,8 @@ def run_pipeline(
                     "loss": loss is None if not wanted else torch.equal(loss, wanted[0]),
                     "grads": max(apart, worst_error(group, "added", keys, mine, reference)),
                     "peak": pipeline.stats.peak_live,
+                    "held": Alive.peak,
+                    "left": Alive.now,
                     "planned peak": simulate(planned).peak_live[rank],
                     "hooks": [list(record) for hooks in fired for record in hooks.values()],
                 }
@@ -148,6 +187,13 @@ def worst_error(group: Any, name: str, keys: Any, mine: list[Stage], reference: 
         for stage, list_ in grads.items()
         for grad, parameter in zip(list_, reference[stage].parameters(), strict=True)
     )
+
+
+def check_memory(results: list[dict[str, Any]]) -> None:
+    """Graphs that were really alive at once, the executor's own count, and the simulator's: one number."""
+    assert [result["held"] for result in results] == [result["planned peak"] for result in results]
+    assert [result["peak"] for result in results] == [result["planned peak"] for result in results]
+    assert [result["left"] for result in results] == [0] * len(results)
 
 
 def check_hooks(results: list[dict[str, Any]], counts: list[int], name: str) -> None:

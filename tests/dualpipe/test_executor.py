@@ -30,6 +30,7 @@ from tests.dualpipe.pipelines import (
     TOLERANCE,
     Stage,
     check_hooks,
+    check_memory,
     criterion,
     groups_of_four,
     make_stages,
@@ -59,9 +60,9 @@ CASES = [
     ("interleaved", 2, [5, 4]),
     ("interleaved", 3, [7, 1]),
     ("interleaved_pairs", 2, [5]),
-    ("interleaved_pairs", 4, [6]),
+    ("interleaved_pairs", 4, [7]),
     ("1f1b", 3, [5]),
-    ("zb1p", 3, [4]),
+    ("zb1p", 3, [5]),
     ("zbh2", 2, [5]),
 ]
 RAGGED = [
@@ -71,7 +72,7 @@ RAGGED = [
     ("dualpipe", 4, Several, [8]),
     ("interleaved", 3, One, [5]),
 ]
-THREE_STAGES_A_RANK = [("interleaved", 4, [7]), ("interleaved_pairs", 3, [4])]
+THREE_STAGES_A_RANK = [("interleaved", 4, [7]), ("interleaved_pairs", 3, [5])]
 
 
 def every_case(rank: int, seed: int) -> dict[Any, Any]:
@@ -109,8 +110,7 @@ def test_equal_to_serial_execution(found, name, ranks, counts):
         assert [result["loss"] for result in results] == [True] * len(counts)
         assert max(result["grads"] for result in results) <= TOLERANCE
         check_hooks(results, counts, name)
-        # What is alive at once is what the simulator says.
-        assert [result["peak"] for result in results] == [result["planned peak"] for result in results]
+        check_memory(results)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [case[:2] for case in RAGGED])
@@ -139,6 +139,7 @@ def test_full_backwards_without_split(found):
     for answer in found:
         assert all(result["loss"] and result["grads"] <= TOLERANCE for result in answer["merged"])
         check_hooks(answer["merged"], [5], "dualpipev")
+        check_memory(answer["merged"])
 
 
 class Swapped(ModuleStages):
