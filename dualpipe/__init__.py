@@ -44,8 +44,9 @@ if TYPE_CHECKING:
         zbv,
     )
     from dualpipe.simulate import Simulation
+    from dualpipe.split_functions import split_grouped_mm, split_linear
+    from dualpipe.split_modules import SplitWeightGrads, split_weight_grads
     from dualpipe.validate import ScheduleError
-    from dualpipe.weight_grad import split_linear, split_weight_grads
 
 _HOMES = {
     "actions": ("Action", "Kind", "Payload", "StageKey"),
@@ -79,8 +80,9 @@ _HOMES = {
         "zbv",
     ),
     "simulate": ("Simulation",),
+    "split_functions": ("split_grouped_mm", "split_linear"),
+    "split_modules": ("SplitWeightGrads", "split_weight_grads"),
     "validate": ("ScheduleError",),
-    "weight_grad": ("split_linear", "split_weight_grads"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

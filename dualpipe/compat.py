@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.compat_stages import TupleStages
+from dualpipe.delayed import delayed_in
 from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.schedule import Schedule, build, forward_only
@@ -108,6 +110,12 @@ class _Pipe(nn.Module):
         super().__init__()
         if len(modules) != 2:
             raise UsageError(f"{len(modules)} modules", allowed="two, one a phase", fix="pass a pair of modules")
+        if any(isinstance(child, DistributedDataParallel) for module in modules for child in module.modules()):
+            raise UsageError(
+                "a module under DistributedDataParallel: it would reduce the gradients of the first chunk alone",
+                allowed="plain modules",
+                fix="reduce the gradients after the step, or use dualpipe.Pipeline, which reduces at the last W",
+            )
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
         self.module = nn.ModuleList(modules)
@@ -137,6 +145,8 @@ class _Pipe(nn.Module):
             parameter = next(self.parameters(), None)
             device = None if parameter is None else parameter.device
             self._executor = Executor(self.group, device=device, rank_mapping=self.rank_mapping)
+            for delayed in delayed_in(self.module):
+                self._executor.store.watch(delayed)
         return self._executor
 
     def step(

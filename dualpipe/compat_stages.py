@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
@@ -33,7 +34,9 @@ class ClosureStore(Protocol):
 class _Live:
     """What the backward of one microbatch needs: leaf inputs, outputs with their graph, and the loss."""
 
-    def __init__(self, inputs: list[Tensor | None], outputs: list[Tensor], loss: Tensor | None) -> None:
+    def __init__(
+        self, inputs: list[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None], loss: Tensor | None
+    ) -> None:
         self.inputs, self.outputs, self.loss = inputs, outputs, loss
 
 
@@ -103,6 +106,9 @@ class TupleStages:
             loss = self._criterion(*outputs, *self._labels[microbatch])
         return self._forward_done(key, microbatch, inputs, outputs, loss)
 
+    def after_forward(self, key: StageKey, microbatch: int, output: Tensor) -> None:
+        """The executor need not keep what was sent: `_Live` has what the backward needs."""
+
     def backward(
         self, key: StageKey, microbatch: int, input: Tensor | None, output: Tensor | None, output_grad: Tensor | None
     ) -> Tensor | None:
@@ -115,7 +121,7 @@ class TupleStages:
                 live.loss.backward()
             else:
                 grads = self._split(output_grad)
-                pairs = [(o, g) for o, g in zip(live.outputs, grads, strict=True) if o.requires_grad]
+                pairs = [(o, g) for o, g in zip(_edges(live.outputs), grads, strict=True) if o is not None]
                 if pairs:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         finally:
@@ -157,7 +163,9 @@ class TupleStages:
     ) -> Tensor | None:
         """Keeps what the backward needs; returns what travels to the next stage, or the loss."""
         if torch.is_grad_enabled():
-            self._live[key, microbatch] = _Live(inputs, outputs, loss)
+            # A hook for pairs runs autograd from the outputs themselves, so there they stay.
+            freed = key.stage != self._last and self._hook is None
+            self._live[key, microbatch] = _Live(inputs, _edges(outputs) if freed else outputs, loss)
         if key.stage != self._last:
             return self._pack(key, outputs)
         if self._keep:
@@ -190,3 +198,11 @@ class TupleStages:
             return None
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in live.inputs if leaf is not None]
         return grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+
+
+def _edges(outputs: Sequence[Tensor | GradientEdge | None]) -> list[GradientEdge | None]:
+    """Where the gradients of outputs enter the graph; None for one without."""
+    return [
+        (get_gradient_edge(output) if output.requires_grad else None) if isinstance(output, Tensor) else output
+        for output in outputs
+    ]

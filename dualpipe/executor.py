@@ -196,6 +196,7 @@ class _Run:
         self.num_live = self.peak_live = 0
         self._pairs: Callable[..., Any] | None = getattr(programs, "forward_backward", None)
         self._keep: Callable[..., Any] | None = getattr(programs, "after_forward", None)
+        self._finish: Callable[..., Any] = getattr(programs, "last_weights", _nothing)
         self._pairs_send = self._pairs is not None and len(inspect.signature(self._pairs).parameters) > 2
 
     def execute(self) -> RunStats:
@@ -313,7 +314,11 @@ class _Run:
 
     def _weights(self, action: Action) -> None:
         queue = self.queues.pop((action.key, action.microbatch))
-        with self._maybe_no_sync(action.key, action.microbatch):
+        if action.microbatch == self.plan.last.get(action.key):
+            with self._finish(action.key):
+                self.store.run(queue)
+            return
+        with self.programs.no_sync(action.key):
             self.store.run(queue)
 
     def _maybe_no_sync(self, key: StageKey, microbatch: int) -> AbstractContextManager[Any]:
@@ -331,6 +336,10 @@ class _Run:
             found.append(f"weight-gradient queues: {self.store.num_waiting}")
         if found:
             raise PipelineStateError(f"left over after a step on rank {self.p2p.rank}: " + "; ".join(found))
+
+
+def _nothing(key: StageKey) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def _detached(value: Value | None) -> Value | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dualpipe import data_parallel
 from dualpipe.actions import Payload, StageKey
 from dualpipe.edges import Edge, Value, tensors_of
 
@@ -33,6 +34,8 @@ class ModuleStages:
             for inference.
         keep_outputs: keep the last stage's outputs in `outputs`.
 
+    A module may be under torch's DistributedDataParallel, see `data_parallel`.
+
     Attributes:
         losses: detached loss by microbatch, on the rank of the last stage.
         outputs: detached output by microbatch, if kept; a tensor or a tuple.
@@ -49,6 +52,7 @@ class ModuleStages:
         criterion: Criterion | None,
         keep_outputs: bool = False,
     ) -> None:
+        data_parallel.refuse_unsupported(modules.values())
         self._edge = edge
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Value] = {}
@@ -62,7 +66,8 @@ class ModuleStages:
     def forward(self, key: StageKey, microbatch: int, input: Value | None) -> Value | None:
         """Runs the module; on the last stage also the criterion, whose loss is then the output."""
         arguments = self._inputs[microbatch] if input is None else tensors_of(input)
-        output: Any = self._modules[key](*arguments)
+        with data_parallel.quiet(self._modules[key]):
+            output: Any = self._modules[key](*arguments)
         tensors = tensors_of(output, stage=key.stage)
         if key.stage != self._last:
             return output if isinstance(output, Tensor) else tensors
@@ -98,6 +103,10 @@ class ModuleStages:
         """The module's own `no_sync()` where it has one (data-parallel wrappers)."""
         enter = getattr(self._modules[key], "no_sync", None)
         return contextlib.nullcontext() if enter is None else enter()
+
+    def last_weights(self, key: StageKey) -> AbstractContextManager[Any]:
+        """Under DistributedDataParallel the gradients of the stage are reduced here."""
+        return data_parallel.reducing(self._modules[key])
 
 
 def _gradient(leaf: Tensor) -> Tensor | None:

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm_core.runtime.errors import UsageError
+from dualpipe import data_parallel
 from dualpipe.actions import StageKey
 from dualpipe.edges import Form, Value, tensors_of
 from dualpipe.executor import Executor, RunStats
 from dualpipe.module_stages import Criterion, EdgeOf, ModuleStages
 from dualpipe.replicas import add_mirrored_gradients
 from dualpipe.schedule import BackwardSplit, Schedule, build, forward_only
-from dualpipe.weight_grad import split_weight_grads
+from dualpipe.split_modules import SplitWeightGrads
 
 
 def stages_of_rank(
@@ -39,7 +40,8 @@ class Pipeline:
     Gradients are the sum over microbatches, in `parameter.grad`; scale the criterion for a mean.
 
     Args:
-        modules: this rank's stages, in the order of `stages_of_rank`.
+        modules: this rank's stages, in the order of `stages_of_rank`; plain, or under DistributedDataParallel, whose
+            gradients are then reduced once a step (`data_parallel`).
         schedule: a name of `dualpipe.schedule.SCHEDULES`.
         stages_per_rank: stages a rank of the interleaved schedules.
         group: the pipeline's ranks in order; the default group, or a single process without one, by default.
@@ -92,11 +94,16 @@ class Pipeline:
         self._split, self._batch_dim = backward_split, batch_dim
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._executor = Executor(group, timeout=timeout, device=self.device)
-        self._patches = (
-            [split_weight_grads(m, self._executor.store) for m in modules]
-            if backward_split not in (False, "never")
-            else []
-        )
+        self._patches: list[SplitWeightGrads] = []
+        try:
+            data_parallel.refuse_unsupported(modules)
+            whole = backward_split in (False, "never")
+            for module in modules:
+                self._patches.append(SplitWeightGrads(module, self._executor.store, whole=whole))
+        except UsageError:
+            self._revert()
+            self._executor.close(abort=True)
+            raise
         self.stats = RunStats(peak_live=0)
 
     def _schedule(self, num_microbatches: int, inference: bool) -> Schedule:
@@ -196,9 +203,12 @@ class Pipeline:
 
     def close(self) -> None:
         """Restores the modules' own forwards and gives the groups back."""
+        self._revert()
+        self._executor.close()
+
+    def _revert(self) -> None:
         for patch in self._patches:
             patch.revert()
-        self._executor.close()
 
     def __enter__(self) -> Pipeline:
         return self

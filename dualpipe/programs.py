@@ -59,6 +59,8 @@ class StagePrograms(Protocol):
     - `after_forward(key, microbatch, output) -> Any`: what `backward` gets as `output` instead of the output itself,
       for example its gradient edges. Nobody but the send under way then holds the output's memory. Not called for the
       loss stage.
+    - `last_weights(key)`: a context entered around a stage's last W (or what a last B leaves of it), after which its
+      gradients are complete.
     """
 
     def forward(self, key: StageKey, microbatch: int, input: Any) -> Any:

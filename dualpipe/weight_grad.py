@@ -11,20 +11,29 @@ Three rules keep data-parallel gradient hooks right:
 2. W delivers with `torch.autograd.backward([weight], [dW])` on the leaf. This runs the leaf's own accumulation node,
    on which the hooks sit, so they fire once a microbatch, at W.
 3. Several dW of one weight in one microbatch are summed before delivery, so that hooks fire once.
+
+From this follows what can not be deferred: a weight that one microbatch uses both in a deferring layer and where
+autograd sees it would be delivered twice, at I and at W. `collect` refuses it.
+
+Layers that defer are in `split_functions`, the modules that are given them in `split_modules`, and modules that keep
+weight gradients by themselves until they are asked for (Transformer Engine's) in `delayed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from comm_core.runtime.errors import MTMoEError
+from comm_core.runtime.errors import MTMoEError, UsageError
+
+Compute: TypeAlias = Callable[[], Sequence[Tensor | None]]
+"""Computes the gradients of some weights, in their order; None for one that needs no delivery."""
 
 
 class WeightGradError(MTMoEError, RuntimeError):
@@ -35,19 +44,66 @@ class WeightGradQueue:
     """The deferred dW of one backward. Filled inside `WeightGradStore.collect`, emptied by `WeightGradStore.run`."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[Tensor, ...], Callable[[], Sequence[Tensor]]]] = []
+        self._entries: list[tuple[tuple[Tensor, ...], Compute]] = []
+        self.seen: dict[int, str] = {}  # weights that autograd itself gave a gradient meanwhile, by id, with their name
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, weights: Sequence[Tensor], compute_dws: Callable[[], Sequence[Tensor]]) -> None:
+    def add(self, weights: Sequence[Tensor], compute_dws: Compute) -> None:
         """Appends one closure that computes the gradients of `weights`, in their order."""
         self._entries.append((tuple(weights), compute_dws))
 
-    def pop_all(self) -> list[tuple[tuple[Tensor, ...], Callable[[], Sequence[Tensor]]]]:
+    def pop_all(self) -> list[tuple[tuple[Tensor, ...], Compute]]:
         """Takes every entry out; the queue is empty afterwards."""
         entries, self._entries = self._entries, []
         return entries
+
+    def check(self) -> None:
+        """Raises UsageError where a weight was deferred and delivered by autograd in one backward."""
+        leaves = [leaf_of(weight) for weights, _ in self._entries for weight in weights]
+        both = sorted({self.seen[id(leaf)] for leaf in leaves if id(leaf) in self.seen})
+        if both:
+            raise UsageError(
+                f"{', '.join(both)}: used in a layer that defers its gradient and elsewhere in the same stage, so that "
+                "gradient hooks would run at I, with a part of the gradient, and again at W",
+                allowed="every use in a stage through nn.Linear modules or grouped products, outside of autocast",
+                fix="call the module instead of its weight, or do not split the backward (backward_split=False)",
+            )
+
+
+class Delayed(Protocol):
+    """A module that keeps weight gradients by itself; see `delayed`."""
+
+    @property
+    def module(self) -> Any:
+        """The module."""
+
+    def pending(self) -> int:
+        """Number of weight gradients that it keeps."""
+        ...
+
+    def hand_over(self, queue: WeightGradQueue, count: int) -> None:
+        """Puts into the queue what computes the last `count` of them."""
+        ...
+
+    def forget(self) -> None:
+        """Throws all of them away (after an error)."""
+        ...
+
+
+def leaf_of(weight: Tensor) -> Tensor | None:
+    """The parameter that a weight is, or is computed from by operations of one input; None where there are several."""
+    node: Any = weight.grad_fn
+    if node is None:
+        return weight
+    while not hasattr(node, "variable"):
+        before = [earlier for earlier, _ in node.next_functions if earlier is not None]
+        if len(before) != 1:
+            return None
+        node = before[0]
+    leaf: Tensor = node.variable
+    return leaf
 
 
 def _nothing_to_deliver(closure: Callable[[], Any]) -> Sequence[Tensor]:
@@ -69,6 +125,7 @@ class WeightGradStore:
     def __init__(self) -> None:
         self._open: WeightGradQueue | None = None
         self._waiting: dict[int, WeightGradQueue] = {}
+        self._watched: dict[int, Delayed] = {}
 
     @property
     def collecting(self) -> bool:
@@ -86,10 +143,12 @@ class WeightGradStore:
 
         Raises:
             WeightGradError: when entered inside itself, since the dW of two backwards would mix.
+            UsageError: at the end, see `WeightGradQueue.check`.
         """
         if self._open is not None:
             raise WeightGradError("WeightGradStore.collect() was entered inside itself; run one backward at a time")
         queue = WeightGradQueue()
+        kept = [(delayed, delayed.pending()) for delayed in self._watched.values()]
         self._open = queue
         try:
             yield queue
@@ -97,16 +156,34 @@ class WeightGradStore:
             self._open = None
             if len(queue):
                 self._waiting[id(queue)] = queue
+        for delayed, before in kept:
+            if count := delayed.pending() - before:
+                delayed.hand_over(queue, count)
+                self._waiting[id(queue)] = queue
+        queue.check()
+
+    def watch(self, delayed: Delayed) -> None:
+        """Takes over what a module keeps during a `collect`, as if it had been put. A module is watched once."""
+        self._watched.setdefault(id(delayed.module), delayed)
+
+    def unwatch(self, delayed: Delayed) -> None:
+        """Ends `watch`; harmless when repeated."""
+        self._watched.pop(id(delayed.module), None)
+
+    def saw(self, weight: Tensor, name: str) -> None:
+        """Notes that autograd computed a gradient of `weight`, called `name` in errors."""
+        if self._open is not None:
+            self._open.seen[id(weight)] = name
 
     def put(self, weight: Tensor, compute_dw: Callable[[], Tensor]) -> None:
         """Defers the gradient of one weight: `compute_dw()` returns it, in the shape of the weight."""
         self.put_many([weight], lambda: [compute_dw()])
 
-    def put_many(self, weights: Sequence[Tensor], compute_dws: Callable[[], Sequence[Tensor]]) -> None:
+    def put_many(self, weights: Sequence[Tensor], compute_dws: Compute) -> None:
         """Defers the gradients of several weights that one call computes together (a grouped GEMM).
 
         Args:
-            weights: leaf parameters.
+            weights: parameters, or what was computed of them; autograd then goes on from there at W.
             compute_dws: returns one gradient a weight, in their order and shapes.
         """
         if not any(weight.requires_grad for weight in weights):
@@ -133,20 +210,24 @@ class WeightGradStore:
         """
         self._waiting.pop(id(queue), None)
         entries = queue.pop_all()
-        remaining = Counter(id(weight) for weights, _ in entries for weight in weights)
-        partial: dict[int, Tensor] = {}
-        for weights, compute_dws in entries:
+        places = [_places(weights) for weights, _ in entries]
+        if any(None in listed for listed in places):
+            # Where a gradient will go on to is not known: all of them together, so that hooks still run once.
+            places = [[None] * len(weights) for weights, _ in entries]
+        remaining = Counter(place for listed in places for place in listed)
+        partial: dict[int | None, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        for (weights, compute_dws), listed in zip(entries, places, strict=True):
             dws = compute_dws()
             if len(dws) != len(weights):
                 raise WeightGradError(f"{len(dws)} gradients were computed for {len(weights)} weights")
             done: list[tuple[Tensor, Tensor]] = []
-            for weight, dw in zip(weights, dws, strict=True):
-                remaining[id(weight)] -= 1
-                total = partial.pop(id(weight)) + dw if id(weight) in partial else dw
-                if remaining[id(weight)]:
-                    partial[id(weight)] = total
-                elif weight.requires_grad:
-                    done.append((weight, total))
+            for weight, dw, place in zip(weights, dws, listed, strict=True):
+                remaining[place] -= 1
+                sums = partial[place]
+                if dw is not None and weight.requires_grad:
+                    sums[id(weight)] = weight, sums[id(weight)][1] + dw if id(weight) in sums else dw
+                if not remaining[place]:
+                    done += partial.pop(place).values()
             if done:
                 torch.autograd.backward([weight for weight, _ in done], [dw for _, dw in done])
 
@@ -154,91 +235,11 @@ class WeightGradStore:
         """Forgets everything that waits (after an error)."""
         self._open = None
         self._waiting.clear()
+        for delayed in self._watched.values():
+            delayed.forget()
 
 
-class _SplitLinear(torch.autograd.Function):
-    """y = x W^T + b whose backward returns dX (and db) and puts dW into a store."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: list[Tensor], store: WeightGradStore
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # The list hides the parameter: autograd.Function would take a bare tensor argument as an input of the graph.
-        ctx.owner, ctx.store = owner, store
-        return nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        ctx.store.put(ctx.owner[0], lambda: rows.t().matmul(flat))
-        return dx, None, db, None, None
-
-
-def split_linear(x: Tensor, weight: Tensor, store: WeightGradStore, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` that defers the gradient of its weight to `store`.
-
-    Uses the ordinary function where deferring would lose the gradient or its dtype: without gradients, with an
-    input that needs none (then no backward of this function would run), with a frozen weight, or under autocast.
-
-    Args:
-        x: (..., in_features), any floating dtype.
-        weight: (out_features, in_features), a leaf parameter.
-        store: where dW goes.
-        bias: (out_features) or None; its gradient is not deferred.
-
-    Returns:
-        (..., out_features).
-    """
-    plain = not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad)
-    if plain or torch.is_autocast_enabled(x.device.type):
-        return nn.functional.linear(x, weight, bias)
-    result: Tensor = _SplitLinear.apply(x, weight.detach(), bias, [weight], store)
-    return result
-
-
-class _SplitForward:
-    """The forward of one patched nn.Linear. A class, so that a patched module can still be copied and pickled."""
-
-    def __init__(self, module: nn.Linear, store: WeightGradStore) -> None:
-        self._module, self._store = module, store
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return split_linear(input, self._module.weight, self._store, self._module.bias)
-
-
-class SplitWeightGrads:
-    """Makes every plain nn.Linear under a module defer its dW. Active from construction to `revert()`.
-
-    Usable as a context manager. Subclasses of nn.Linear with their own forward and modules that are already patched
-    are left alone; `modules` lists those that were patched.
-    """
-
-    def __init__(self, module: nn.Module, store: WeightGradStore) -> None:
-        self.modules: list[nn.Linear] = []
-        for child in module.modules():
-            own_forward = type(child).forward is not nn.Linear.forward or "forward" in child.__dict__
-            if isinstance(child, nn.Linear) and not own_forward:
-                child.__dict__["forward"] = _SplitForward(child, store)
-                self.modules.append(child)
-
-    def revert(self) -> None:
-        """Gives every module its own forward back; harmless when repeated."""
-        for module in self.modules:
-            module.__dict__.pop("forward", None)
-        self.modules = []
-
-    def __enter__(self) -> SplitWeightGrads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.revert()
-
-
-def split_weight_grads(module: nn.Module, store: WeightGradStore) -> SplitWeightGrads:
-    """Defers the dW of every plain nn.Linear under `module` to `store`; see `SplitWeightGrads`."""
-    return SplitWeightGrads(module, store)
+def _places(weights: Sequence[Tensor]) -> list[int | None]:
+    """Which parameter each gradient ends in; None where that are several."""
+    leaves = [leaf_of(weight) for weight in weights]
+    return [None if leaf is None else id(leaf) for leaf in leaves]

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from comm_core.runtime.errors import UsageError
 from dualpipe.actions import Payload, StageKey
+from dualpipe.delayed import delayed_in, refuse_undelayed
 from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.schedule import Schedule, build, forward_only
@@ -79,15 +81,21 @@ class _Programs:
         result: torch.Tensor = output
         return result
 
+    def after_forward(self, key: StageKey, microbatch: int, output: torch.Tensor) -> torch.Tensor | GradientEdge:
+        """Where the gradient enters the graph, so that the output's memory is free when it is sent."""
+        return get_gradient_edge(output) if output.requires_grad else output
+
     def backward(
         self,
         key: StageKey,
         microbatch: int,
         input: torch.Tensor | None,
-        output: torch.Tensor | None,
+        output: torch.Tensor | GradientEdge | None,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """One chunk's backward for inputs; the loss is scaled by the optimizer's function on the last stage."""
+        if isinstance(output, GradientEdge):
+            return _backward_from(output, input, output_grad, self.config)
         arguments: list[Any] = [input, output, output_grad]
         if _BACKWARD_TAKES_MODEL_TYPE:
             arguments.append(getattr(self.config, "model_type", None))
@@ -103,6 +111,18 @@ class _Programs:
         return Edge(self.shape, self.config.pipeline_dtype, self.device)
 
 
+def _backward_from(
+    edge: GradientEdge, input: torch.Tensor | None, output_grad: torch.Tensor | None, config: Any
+) -> torch.Tensor | None:
+    """Megatron's backward_step for a stage without a loss. That one reads a property of the output tensor itself."""
+    if config.timers is not None:
+        config.timers("backward-compute", log_level=2).start()
+    torch.autograd.backward(edge, grad_tensors=output_grad)
+    if config.timers is not None:
+        config.timers("backward-compute").stop()
+    return None if input is None else input.grad
+
+
 _BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(stock.backward_step).parameters
 """megatron-core 0.16 passes the model type to backward_step; later versions do not."""
 
@@ -113,7 +133,8 @@ class PipelineSchedule:
     Args:
         name: schedule to run; "dualpipev".
         split_weight_grad: run I and W apart where the schedule says so. Megatron's own linears defer their weight
-            gradients after `megatron_patch.apply(split_weight_grad=True)`; without it these are part of I.
+            gradients after `megatron_patch.apply(split_weight_grad=True)`; without it these are part of I. Modules with
+            `delay_wgrad_compute` (Transformer Engine's, MTMoELayer) have their `backward_dw` done at W in any case.
         group: pipeline ranks; Megatron's pipeline group by default.
 
     Attributes:
@@ -134,6 +155,7 @@ class PipelineSchedule:
         self._split = split_weight_grad
         self._group = group
         self._executor: Executor | None = None
+        self._watched: list[int] = []
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def __call__(
@@ -158,7 +180,8 @@ class PipelineSchedule:
             One entry a microbatch from the loss function, on the rank that owns the loss (pipeline rank 0); else [].
 
         Raises:
-            UsageError: the model is not two chunks, or there are too few microbatches for the schedule.
+            UsageError: the model is not two chunks, there are too few microbatches for the schedule, or a module of
+                Transformer Engine was built without `delay_wgrad_compute` while I and W run apart.
         """
         chunks, iterators = _as_chunks(model, data_iterator)
         config = get_model_config(chunks[0])
@@ -168,6 +191,7 @@ class PipelineSchedule:
         device = next(chunks[0].parameters()).device
         if self._executor is None:
             self._executor = Executor(group, store=weight_grad.STORE, device=device)
+        self._watch(chunks)
         cp_size = parallel_state.get_context_parallel_world_size()
         programs = _Programs(
             forward_step_func=forward_step_func,
@@ -187,6 +211,16 @@ class PipelineSchedule:
             if not forward_only and config.finalize_model_grads_func is not None:
                 _finalize(config, chunks, programs.num_tokens, group, device, pg_collection, force_all_reduce)
         return programs.losses
+
+    def _watch(self, chunks: list[Any]) -> None:
+        """Takes over what modules of these chunks leave to `backward_dw` (delay_wgrad_compute)."""
+        if self._watched == [id(chunk) for chunk in chunks]:
+            return
+        for chunk in chunks if self._split else ():
+            refuse_undelayed(chunk)
+        for delayed in (found for chunk in chunks for found in delayed_in(chunk)):
+            weight_grad.STORE.watch(delayed)
+        self._watched = [id(chunk) for chunk in chunks]
 
     def _schedule(self, num_ranks: int, num_microbatches: int, no_backward: bool) -> Schedule:
         key = (num_microbatches, no_backward)

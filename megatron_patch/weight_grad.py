@@ -12,23 +12,16 @@ from typing import Any
 
 import torch
 
-from dualpipe.weight_grad import WeightGradStore, split_linear
+from dualpipe.split_functions import split_linear
+from dualpipe.weight_grad import WeightGradStore
 from megatron_patch.patches import ANY, Patch
 
 STORE = WeightGradStore()
 """Where Megatron's linears put weight gradients; a schedule collects from it. Outside a collection dW runs at once."""
 
 
-def _can_split(input: torch.Tensor, bias: Any, fusion: bool, allreduce_dgrad: bool, sequence_parallel: bool) -> bool:
-    # An input without gradient would never call backward of the split function, and its dW would be lost.
-    return (
-        bias is None
-        and not fusion
-        and not allreduce_dgrad
-        and not sequence_parallel
-        and torch.is_grad_enabled()
-        and input.requires_grad
-    )
+def _can_split(bias: Any, fusion: bool, allreduce_dgrad: bool, sequence_parallel: bool) -> bool:
+    return bias is None and not fusion and not allreduce_dgrad and not sequence_parallel and torch.is_grad_enabled()
 
 
 def _split_linear(original: Any) -> Any:
@@ -42,9 +35,7 @@ def _split_linear(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if weight.requires_grad and _can_split(
-            input, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel
-        ):
+        if weight.requires_grad and _can_split(bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel):
             return split_linear(input, weight, STORE)
         return original(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs

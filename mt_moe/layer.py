@@ -106,6 +106,7 @@ class MoELayer(nn.Module):
             device=where,
         )
         self.held_weight_gradients = HeldWeightGradients()
+        self._defer: Defer | None = None
         self.shared = None
         if config.shared_ffn:
             self.shared = SharedExperts(config, name=f"{prefix}.shared", dtype=dtype, device=where)
@@ -145,6 +146,7 @@ class MoELayer(nn.Module):
                 return self.forward(x, token_mask=token_mask, aux_losses=aux_losses, defer=defer)
         tokens = x.reshape(-1, self.config.hidden)
         mask = None if token_mask is None else token_mask.reshape(-1)
+        defer = defer or self._defer
         # The order of the aliases is the order in which their gradients are added.
         to_dispatch, to_router, to_shared = fan_out(tokens, 3)
         routing = self.router(to_router, mask)
@@ -160,6 +162,10 @@ class MoELayer(nn.Module):
         if self.latent is not None:
             y = self.latent.widen(y, defer=defer)
         return (y if shared is None else y + shared).view(x.shape)
+
+    def defer_weight_grads(self, defer: Defer | None) -> None:
+        """Sets what `forward` takes as `defer` where it is given none: how a pipeline splits its stages' backward."""
+        self._defer = defer
 
     def backward_dw(self) -> None:
         """Computes the weight gradients of calls made with `defer=layer.held_weight_gradients.put`."""

@@ -96,6 +96,15 @@ class HeldWeightGradients:
         """Keeps the gradients of some weights."""
         self._held.append((weights, compute))
 
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, count: int) -> list[tuple[Sequence[Tensor], Compute]]:
+        """Gives the last `count` away, in the order of `put`: weights, and what computes their gradients."""
+        at = len(self._held) - count
+        self._held, taken = self._held[:at], self._held[at:]
+        return taken
+
     def run(self) -> None:
         """Computes what is kept, in the order of `put`, and adds it to the weights by their own accumulation nodes."""
         held, self._held = self._held, []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualpipe.executor import Executor
 from dualpipe.module_stages import ModuleStages
 from dualpipe.schedule import build
-from dualpipe.weight_grad import split_weight_grads
+from dualpipe.split_modules import split_weight_grads
 from tests.dualpipe.pipelines import HIDDEN, TOLERANCE, Stage, worst_error
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -15,19 +15,8 @@ from dualpipe.executor import Executor, PipelineStateError
 from dualpipe.module_stages import ModuleStages
 from dualpipe.pipeline import Pipeline
 from dualpipe.schedule import SCHEDULES, dualpipev, from_csv, merge_backward
-from dualpipe.weight_grad import split_weight_grads
-from tests.dualpipe.pipelines import (
-    HIDDEN,
-    ROWS,
-    TOLERANCE,
-    Counted,
-    Stage,
-    check_hooks,
-    check_memory,
-    criterion,
-    make_stages,
-    run_pipeline,
-)
+from dualpipe.split_modules import split_weight_grads
+from tests.dualpipe.pipelines import HIDDEN, ROWS, TOLERANCE, Stage, check_hooks, criterion, make_stages, run_pipeline
 from tests.dualpipe.ragged import Several, loss_of, make
 
 
@@ -52,24 +41,9 @@ def test_one_rank_without_a_group(name, fresh_random_data):
     results = run_pipeline(None, name, counts, fresh_random_data)
     assert all(result["loss"] and result["grads"] <= TOLERANCE for result in results)
     check_hooks(results, counts, name)
-    check_memory(results)
+    assert [result["peak"] for result in results] == [result["planned peak"] for result in results]
     if name in ("dualpipev", "1f1b"):
         assert [result["peak"] for result in results] == ([2, 3, 3, 3] if name == "dualpipev" else [1, 1, 1, 1])
-
-
-def test_a_graph_that_is_held_too_long_is_seen(monkeypatch, fresh_random_data):
-    """A fault: the stages keep every output, and with it the graph."""
-    kept: list[Tensor] = []
-    plain = Counted.forward
-
-    def forward(self: Counted, x: Tensor) -> Tensor:
-        kept.append(plain(self, x))
-        return kept[-1]
-
-    monkeypatch.setattr(Counted, "forward", forward)
-    results = run_pipeline(None, "1f1b", [4], fresh_random_data)
-    with pytest.raises(AssertionError):
-        check_memory(results)
 
 
 def test_dx_is_passed_on_before_dw_runs(monkeypatch):

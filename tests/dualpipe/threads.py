@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +19,22 @@ from dualpipe.executor import Executor
 WAIT = 20.0
 
 
+class _Queues(dict[Any, "queue.Queue[Any]"]):
+    """A queue for every key. A defaultdict makes two where two threads ask for a new one at the same time."""
+
+    _lock = threading.Lock()
+
+    def __getitem__(self, key: Any) -> queue.Queue[Any]:
+        with self._lock:
+            return self.setdefault(key, queue.Queue())
+
+
 class Wires:
     """What connects the ranks: one queue for each payload and pair of ranks, and one for words."""
 
     def __init__(self) -> None:
-        self.messages: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-        self.words: dict[tuple[int, int], queue.Queue[list[int]]] = defaultdict(queue.Queue)
+        self.messages = _Queues()
+        self.words = _Queues()
 
 
 class Taken:
