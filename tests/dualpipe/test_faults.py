@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 import traceback
 from dataclasses import replace
@@ -22,7 +23,7 @@ from dualpipe.module_stages import ModuleStages
 from dualpipe.schedule import build
 from tests.dist import RankFailure, run_ranks
 
-RANKS, COUNT, TIMEOUT = 3, 6, 20.0
+RANKS, COUNT, TIMEOUT, STALL = 3, 6, 20.0, 1.5
 
 
 class Faulty(nn.Module):
@@ -41,8 +42,10 @@ class Faulty(nn.Module):
             raise ZeroDivisionError("planted")
         if self.fault == "backward":
             y.register_hook(self._fail)
-        if self.fault == "exit":
-            os._exit(9)
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "stall":
+            time.sleep(2 * STALL)
         return {"shape": y[:, :3], "dtype": y.double()}.get(self.fault, y)
 
     @staticmethod
@@ -61,10 +64,14 @@ class WrongGradient(ModuleStages):
 def one_step(rank: int, fault: str) -> str:
     """Runs zbv with the fault in stage 1; gives the whole report of this rank's error, its notes included."""
     schedule = build("zbv", RANKS, COUNT)
-    if fault == "deadlock":
+    if fault == "order":
         swapped = list(schedule.ranks[1])
         swapped[0], swapped[-1] = swapped[-1], swapped[0]
         schedule = replace(schedule, ranks=(schedule.ranks[0], tuple(swapped), schedule.ranks[2]))
+    if fault == "deadlock":  # rank 0 waits for the end of the V before it feeds its start
+        late = next(action for action in schedule.ranks[0] if str(action) == "5F0")
+        rest = tuple(action for action in schedule.ranks[0] if action is not late)
+        schedule = replace(schedule, ranks=((late, *rest), *schedule.ranks[1:]))
     modules = {key: Faulty(fault if key.stage == 1 else None) for key in schedule.stages_of(rank)}
     width = 5 if fault == "other shapes" and rank == 1 else 4
     edge = Edge((2, width), torch.float32, torch.device("cpu"))
@@ -77,8 +84,8 @@ def one_step(rank: int, fault: str) -> str:
         labels={},
         criterion=lambda output: output.square().sum(),
     )
-    executor = Executor(dist.group.WORLD, timeout=timedelta(seconds=TIMEOUT))
-    if fault == "exit":
+    executor = Executor(dist.group.WORLD, timeout=timedelta(seconds=STALL if fault == "stall" else TIMEOUT))
+    if fault == "kill":
         executor.run(schedule, stages)  # the errors of the others are told by run_ranks
     try:
         executor.run(schedule, stages)
@@ -87,7 +94,7 @@ def one_step(rank: int, fault: str) -> str:
     return "no error"
 
 
-FAULTS = ["forward", "backward", "shape", "dtype", "gradient", "other shapes", "deadlock"]
+FAULTS = ["forward", "backward", "shape", "dtype", "gradient", "other shapes", "order", "deadlock", "stall"]
 
 
 def every_fault(rank: int) -> dict[str, tuple[str, float]]:
@@ -144,17 +151,36 @@ def test_a_rank_that_says_other_shapes_than_its_peers_is_named_before_anything_i
         assert "(2, 5) torch.float32" in text and "(2, 4) torch.float32" in text
 
 
-def test_a_list_that_can_not_end_is_refused_on_every_rank_before_anything_is_sent(found):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("order", r"ScheduleError: rank 1, position 0, \dW\d: "), ("deadlock", r"rank 0, position 0, 5RECV_F0: deadlock")],
+)
+def test_a_list_that_can_not_end_is_refused_on_every_rank_before_anything_is_sent(found, fault, words):
     for answers in found:
-        text, seconds = answers["deadlock"]
-        assert "ScheduleError: rank 1, position 0, " in text and seconds < TIMEOUT
+        text, seconds = answers[fault]
+        assert re.search(words, text) and seconds < TIMEOUT, text
 
 
-def test_a_rank_that_dies():
+def test_a_rank_that_stalls(found):
+    """Its neighbours give up after their timeout, the first of them, and name what they waited for."""
+    told = [answers["stall"] for answers in found]
+    assert any("CommTimeoutError" in text for text, _ in (told[0], told[2])), told
+    for rank, (text, seconds) in enumerate(told):
+        assert seconds < 2 * STALL + TIMEOUT / 2
+        assert re.search(rf"in \d(RECV|SEND)_[FB]\d on pipeline rank {rank} \(.* of stage \d, microbatch \d\)", text), (
+            text
+        )
+
+
+def test_a_rank_that_is_killed():
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        run_ranks(RANKS, one_step, "exit", timeout=90)
+        run_ranks(RANKS, one_step, "kill", timeout=90)
     text = str(caught.value)
     assert time.monotonic() - start < 90
-    assert "--- rank 1: no answer (exit code 9)" in text
+    assert "--- rank 1: no answer (exit code -9)" in text
     assert text.count("CommError: ") == 2 and "on pipeline rank 0 failed with pipeline rank 1" in text
+    for rank in (0, 2):
+        assert re.search(rf"in \d(RECV|SEND)_[FB]\d on pipeline rank {rank} \(.* of stage \d, microbatch \d\)", text), (
+            text
+        )
