@@ -8,9 +8,11 @@ code on one process and on many; only the group differs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -213,6 +215,14 @@ class MoELayer(nn.Module):
         dist.all_reduce(counts, group=self.buffer.group if group is None else group)
         self.router.update_expert_bias(counts)
         self.router.restart_counts()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """A layer with weights of its own on the same buffer, which stays this layer's to close (averages of models)."""
+        memo[id(self.buffer)] = self.buffer
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        other._owns_buffer = other._owns_group = False
+        return other
 
     def close(self) -> None:
         """Closes the buffer (and the group of one) that the layer made itself. Collective, idempotent."""

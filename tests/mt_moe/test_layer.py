@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -327,6 +328,20 @@ def test_autocast_changes_nothing(experts: str) -> None:
             (y.square().sum() + sum(losses)).backward()
             found.append([y, leaf.grad, *losses, *[weight.grad for weight in layer.parameters()]])
     assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))
+
+
+def test_a_copy_shares_the_buffer_alone() -> None:
+    """As an average of models makes one; the first layer still closes what it made."""
+    x = torch.randn(5, FULL.hidden)
+    with MoELayer(FULL) as layer:
+        layer.eval()
+        with copy.deepcopy(layer) as other:
+            assert other.buffer is layer.buffer is other.dispatcher.buffer and torch.equal(other(x), layer(x))
+            with torch.no_grad():
+                other.experts.fc1.zero_()
+            assert layer.experts.fc1.any() and not torch.equal(other(x), layer(x))
+        assert layer(x).shape == x.shape
+    assert not dist.is_initialized()
 
 
 def test_each_sequence_of_a_batch_has_its_loss() -> None:
