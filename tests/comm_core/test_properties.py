@@ -94,9 +94,11 @@ def _holds(buffer: ElasticBuffer, it: Example) -> list[str]:
     all_x, num_local = _numbers(ids, HIDDEN), num_experts // RANKS
     mine, x, options = ids[buffer.rank], all_x[buffer.rank], it.options
     weights = mine + 0.5
-    recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(x, mine, weights, do_cpu_sync=not it.static, **options)
+    padded = {"do_zero_padding": it.do_expand}  # every row is looked at, those behind the real ones too
+    fresh = buffer.dispatch(x, mine, weights, do_cpu_sync=not it.static, **padded, **options)
+    recv_x, recv_idx, recv_weights, handle, _ = fresh
     known = buffer.prepare(mine, **options) if it.prepared else handle
-    again = buffer.dispatch(x, topk_weights=weights, handle=known)
+    again = buffer.dispatch(x, topk_weights=weights, handle=known, **padded)
     num_rows = again[0].shape[0]  # without the tail of a static shape where it is not known to be one
     cached = same_bytes(again[0], recv_x[:num_rows]) and same_bytes(again[2], recv_weights[:num_rows])
     if recv_idx is not None:
@@ -144,8 +146,10 @@ def _fp8_holds(buffer: ElasticBuffer, it: Example, handle: Any) -> bool:
     if buffer.device.type not in buffer._backend.capabilities.fp8_kinds:
         return True
     x = _numbers(it.routing[0], HIDDEN)[buffer.rank] * 1.37
-    plain = buffer.dispatch(x, handle=handle)[0]
-    data, scales = buffer.dispatch(fp8.per_token_cast(x, round_scale=it.packed, packed=it.packed), handle=handle)[0]
+    pair = fp8.per_token_cast(x, round_scale=it.packed, packed=it.packed)
+    plain, (data, scales) = (
+        buffer.dispatch(sent, handle=handle, do_zero_padding=it.do_expand)[0] for sent in (x, pair)
+    )
     back = fp8.per_token_cast_back(data, scales, torch.float32)
     columns = fp8.num_blocks(HIDDEN, 128)
     wide = fp8.unpack_ue8m0(scales, columns) if it.packed else scales
