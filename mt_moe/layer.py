@@ -217,7 +217,7 @@ class MoELayer(nn.Module):
         self.router.restart_counts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """A layer with weights of its own on the same buffer, which stays this layer's to close (averages of models)."""
+        """A layer with weights of its own (an average of models) on this buffer, which stays this layer's to close."""
         memo[id(self.buffer)] = self.buffer
         other = memo[id(self)] = self.__class__.__new__(self.__class__)
         other.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
