@@ -20,13 +20,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class _Cut(torch.autograd.Function):
-    """An alias whose gradient goes to `box`; the anchor is there for autograd to follow."""
+    """The same memory, whose gradient goes to `box`; the anchor is there for autograd to follow."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, box: list[Tensor | None]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.box = box
-        return x.view_as(x)
+        # No view: rows on their way are written beside this, which autograd would take for a change of the view.
+        return x.data
 
     @staticmethod
     @once_differentiable
