@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -286,3 +287,28 @@ def test_mistakes(monkeypatch):
         DualPipeV((Stage(), Stage()), rank_mapping=[1])
     with pytest.raises(UsageError, match="1 modules"):
         DualPipeV((Stage(),))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_outputs_that_went_on_are_free_before_their_backward(kept, fresh_random_data, monkeypatch):
+    """Unless the modules have a hook for pairs, which is given the outputs."""
+    set_p2p_tensor_shapes([(ROWS, HIDDEN)])
+    set_p2p_tensor_dtype(torch.float64)
+    outputs, alive = [], []
+
+    class First(nn.Linear):
+        """Saves nothing of its output; remembers it, and which of all outputs are alive when it runs."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(ref() is not None for ref in outputs))
+            y = 2.0 * super().forward(x)
+            outputs.append(weakref.ref(y))
+            return y
+
+    if kept:  # a planted fault
+        monkeypatch.setattr("dualpipe.compat_stages._edges", list)
+    pipe = DualPipeV((First(HIDDEN, HIDDEN).double(), nn.Linear(HIDDEN, HIDDEN).double()))
+    x = torch.randn(4 * ROWS, HIDDEN, dtype=torch.float64)
+    pipe.step(x, num_chunks=4, criterion=criterion, labels=[x])
+    assert (max(alive) > 0) == kept
+    pipe.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,3 +245,62 @@ def test_entries_that_a_module_holds_move_to_the_queue():
         assert len(held) == 1 and len(entries) == 2
         store.run(entries)
     assert torch.equal(module.weight.grad, 3 * ones)
+
+
+class Wrapper(Engine):
+    """As Megatron's TELinear and its like: passes `backward_dw` on where its configuration says so."""
+
+    def __init__(self, delay_wgrad_compute: bool) -> None:
+        super().__init__(delay_wgrad_compute=delay_wgrad_compute)
+        self.config = SimpleNamespace(delay_wgrad_compute=delay_wgrad_compute)
+
+    def backward_dw(self) -> None:
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
+
+
+class Composite(nn.Module):
+    """As Megatron's MLP: has `backward_dw` for its parts, which are found by themselves."""
+
+    def __init__(self, delay_wgrad_compute: bool) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = Wrapper(delay_wgrad_compute), Wrapper(delay_wgrad_compute)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(torch.tanh(self.linear_fc1(x)))
+
+    def backward_dw(self) -> None:
+        pytest.fail("the parts are called, not the whole as well")
+
+
+def test_wrappers_and_composites_as_megatrons_are_called_once():
+    module, whole, store = Composite(True), Composite(False), WeightGradStore()
+    whole.load_state_dict(module.state_dict())
+    x = torch.randn(ROWS, WIDTH)
+    whole(x).sum().backward()
+    with SplitWeightGrads(module, store), store.collect() as entries:
+        module(x).sum().backward()
+    assert len(entries) == 2 and module.linear_fc1.weight.grad is None
+    store.run(entries)
+    assert module.linear_fc1.calls == module.linear_fc2.calls == 1 and zoo.difference(module, whole) < 1e-6
+
+
+def test_the_moe_layer_defers_in_a_stage():
+    from mt_moe import MoEConfig, MoELayer
+
+    config = MoEConfig(hidden=16, ffn=16, num_experts=4, num_topk=2, shared_ffn=16, init_std=0.2)
+    with torch.random.fork_rng():
+        split, plain = MoELayer(config), MoELayer(config)
+    store, x = WeightGradStore(), torch.randn(12, 16)
+    plain(x.clone().requires_grad_()).square().sum().backward()
+    with SplitWeightGrads(nn.Sequential(split), store) as patch, store.collect() as entries:
+        split(x.clone().requires_grad_()).square().sum().backward()
+    assert patch.modules == []
+    late = {name for name, parameter in split.named_parameters() if parameter.grad is None}
+    assert late >= {"experts.fc1", "experts.fc2", "shared.fc1", "shared.fc2"} and len(entries) == 4
+    store.run(entries)
+    for (name, one), other in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name
+    split.close()
+    plain.close()

@@ -153,10 +153,10 @@ def draw(seed, count):
     return [zoo.ZooStage(*[block() for block in chosen.sample(zoo.BLOCKS, 3)]).double() for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipev", "zb1p", "interleaved"])
+@pytest.mark.parametrize("name", ["zbv", "dualpipev", "zb1p"])
 def test_random_stages_train_as_serially(name, seed):
     num_stages = build(name, RANKS, MICROBATCHES).num_stages
-    for turn in range(3):
+    for turn in range(2):
         assert train(draw(seed + turn, num_stages), name) < TOLERANCE
 
 

@@ -131,7 +131,27 @@ def _held(config: Any, settings: Any, rank: int) -> list[str]:
     experts = dict(ours.experts.named_parameters())
     early = [f"{name}: a gradient before backward_dw" for name, p in experts.items() if p.grad is not None]
     ours.backward_dw()
-    return early + [f"backward_dw: {n}" for n, p in experts.items() if not torch.equal(p.grad, want[f"experts.{n}"])]
+    found = [f"backward_dw: {n}" for n, p in experts.items() if not torch.equal(p.grad, want[f"experts.{n}"])]
+    return early + found + _held_by_a_schedule(ours, x, grad, want)
+
+
+def _held_by_a_schedule(ours: Any, x: torch.Tensor, grad: torch.Tensor, want: dict[str, torch.Tensor]) -> list[str]:
+    """What `backward_dw` would compute is done by the W of the schedule's store; nothing is left for a later call."""
+    from dualpipe.delayed import delayed_in
+    from dualpipe.weight_grad import WeightGradStore
+
+    store, experts = WeightGradStore(), dict(ours.experts.named_parameters())
+    for delayed in delayed_in(ours):
+        store.watch(delayed)
+    ours.zero_grad(set_to_none=True)
+    with store.collect() as queue:
+        ours(x)[0].backward(grad)
+    problems = [f"{name}: a gradient before W" for name, p in experts.items() if p.grad is not None]
+    if len(ours.held_weight_gradients) or len(queue) == 0:
+        problems.append(f"the queue has {len(queue)}, the layer {len(ours.held_weight_gradients)}")
+    store.run(queue)
+    ours.backward_dw()
+    return problems + [f"W: {n}" for n, p in experts.items() if not torch.equal(p.grad, want[f"experts.{n}"])]
 
 
 def _capacity(config: Any, settings: Callable[[Any], Any], rank: int) -> list[str]:

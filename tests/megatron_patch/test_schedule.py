@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -109,8 +110,43 @@ def _contract(rank: int) -> list[str]:
         except UsageError:
             pass
         problems += _refused(ours)
+        problems += _frees_outputs(ours)
         ours.close()
     return problems
+
+
+def _frees_outputs(ours: Any) -> list[str]:
+    """An output's memory is free once it is handed on: when a backward starts, nobody holds the tensor it starts at."""
+    from torch.autograd.graph import GradientEdge
+
+    from megatron_patch import schedule as ours_schedule
+
+    refs: dict[Any, Any] = {}
+    alive: list[bool] = []
+    programs, free = ours_schedule._Programs, ours_schedule._Programs.after_forward
+
+    def forward(self: Any, key: Any, microbatch: int, input: Any, run: Any = programs.forward) -> Any:
+        output = run(self, key, microbatch, input)
+        refs[key, microbatch] = weakref.ref(output)
+        return output
+
+    def backward(self: Any, key: Any, microbatch: int, *rest: Any, run: Any = programs.backward) -> Any:
+        if key.stage < self.schedule.num_stages - 1:
+            alive.append(refs[key, microbatch]() is not None or not isinstance(rest[1], GradientEdge))
+        return run(self, key, microbatch, *rest)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "forward", forward)
+        patch.setattr(programs, "backward", backward)
+        for keep in (False, True):
+            alive.clear()
+            patch.setattr(programs, "after_forward", (lambda *a: a[-1]) if keep else free)
+            ours.forward_backward(1, 4)
+            # The turn of the V holds none either; kept outputs are what the test must be able to see.
+            if len(alive) < 4 or any(alive) != keep:
+                found.append(f"outputs alive with keep={keep}: {alive}")
+    return found
 
 
 def _refused(ours: Any) -> list[str]:
