@@ -31,6 +31,7 @@ from dualpipe.delayed import delayed_in, refuse_undelayed
 from dualpipe.edges import Edge
 from dualpipe.executor import Executor
 from dualpipe.schedule import Schedule, build, forward_only
+from dualpipe.weight_grad import Delayed
 from megatron_patch import weight_grad
 
 
@@ -156,6 +157,7 @@ class PipelineSchedule:
         self._group = group
         self._executor: Executor | None = None
         self._watched: list[int] = []
+        self._delayed: list[Delayed] = []
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def __call__(
@@ -218,9 +220,16 @@ class PipelineSchedule:
             return
         for chunk in chunks if self._split else ():
             refuse_undelayed(chunk)
-        for delayed in (found for chunk in chunks for found in delayed_in(chunk)):
+        self._unwatch()
+        self._delayed = [found for chunk in chunks for found in delayed_in(chunk)]
+        for delayed in self._delayed:
             weight_grad.STORE.watch(delayed)
         self._watched = [id(chunk) for chunk in chunks]
+
+    def _unwatch(self) -> None:
+        for delayed in self._delayed:
+            weight_grad.STORE.unwatch(delayed)
+        self._delayed, self._watched = [], []
 
     def _schedule(self, num_ranks: int, num_microbatches: int, no_backward: bool) -> Schedule:
         key = (num_microbatches, no_backward)
@@ -231,6 +240,7 @@ class PipelineSchedule:
 
     def close(self) -> None:
         """Gives the private process groups back; collective, harmless when repeated."""
+        self._unwatch()
         if self._executor is not None:
             self._executor.close()
             self._executor = None
