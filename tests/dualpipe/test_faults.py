@@ -23,7 +23,7 @@ from dualpipe.module_stages import ModuleStages
 from dualpipe.schedule import build
 from tests.dist import RankFailure, run_ranks
 
-RANKS, COUNT, TIMEOUT, STALL = 3, 6, 20.0, 1.5
+RANKS, COUNT, TIMEOUT, STALL = 3, 6, 20.0, 2.5
 
 
 class Faulty(nn.Module):
