@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe import DualPipeV, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
+from dualpipe import DualPipeV, Pipeline, WeightGradStore, set_p2p_tensor_dtype, set_p2p_tensor_shapes
 from mt_moe import OverlapStage
 from tests.mt_moe.overlap_cases import HIDDEN, PLAIN, buffer_of, stage
 from tests.pool import run_ranks
@@ -76,7 +76,27 @@ def trained(rank: int, ep_size: int, seed: int) -> tuple[bool, list[str], int, f
                     different.append(f"{n} {name}")
                     worst = max(worst, float((p.grad - q.grad).norm() / q.grad.norm()))
         pipe.close()
-        return same, different, Counted.pairs, worst
+        pairs = Counted.pairs
+        if ep_size == 1:
+            different += by_pipeline(mine, pipes[lane], place, (x, wanted), torch.stack(losses).detach())
+        return same, different, pairs, worst
+
+
+def by_pipeline(mine: list[Any], group: Any, place: int, data: tuple[Tensor, Tensor], wanted: Tensor) -> list[str]:
+    """What differs where `dualpipe.Pipeline` trains the same stages once more, which splits their backward itself."""
+    before = [[parameter.grad for parameter in module.parameters()] for module in mine]
+    for module in mine:
+        module.zero_grad()
+    Counted.pairs = 0
+    given = data if place == 0 else ()
+    with Pipeline(mine, schedule="dualpipev", group=group) as pipeline:
+        loss, _ = pipeline.step(*given[:1], num_microbatches=CHUNKS, criterion=criterion, labels=list(given[1:]))
+    found = [] if place or torch.equal(loss, wanted) else ["loss"]
+    found += [] if Counted.pairs >= 3 else ["no pairs"]
+    for module, grads in zip(mine, before, strict=True):
+        for (name, parameter), grad in zip(module.named_parameters(), grads, strict=True):
+            found += [] if torch.equal(parameter.grad, grad) else [f"by Pipeline: {name}"]
+    return found
 
 
 def copy_of(module: OverlapStage) -> OverlapStage:
