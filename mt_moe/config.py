@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm_core.runtime.errors import UsageError
-from mt_moe.data_path import DataPath
+from mt_moe.data_path import DataPath, is_whole
 from mt_moe.recipes import BF16, BLOCK, ROW_ALIGNMENT, Recipe, recipe_of
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "gelu": F.gelu, "relu": torch.relu}
@@ -96,10 +96,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "num_topk", "num_groups", "num_topk_groups", "expert_alignment"):
-            self._require(getattr(self, name) >= 1, name, "1 or more")
-        for name in (
-            "shared_ffn", "latent", "bias_update_rate", "aux_loss_coefficient", "z_loss_coefficient", "init_std"
-        ):  # fmt: skip
+            self._require(is_whole(getattr(self, name), 1), name, "a whole number, 1 or more")
+        for name in ("shared_ffn", "latent"):
+            self._require(is_whole(getattr(self, name), 0), name, "a whole number, 0 or more")
+        for name in ("bias_update_rate", "aux_loss_coefficient", "z_loss_coefficient", "init_std"):
             self._require(getattr(self, name) >= 0, name, "0 or more")
         self._require(self.routed_scaling_factor > 0, "routed_scaling_factor", "more than 0")
         for name, known in (

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from numbers import Integral
+from typing import Any, Final
 
 from comm_core.runtime.errors import UsageError
 
 SAVE_DISPATCHED: Final = ("keep", "copy", "redispatch")
 RECOMPUTE: Final = ("activation", "fc1", "nothing")
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a setting is a whole number, at least `least`; True and 2.0 are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +56,7 @@ class DataPath:
 
     def __post_init__(self) -> None:
         for name, least in (("num_chunks", 1), ("comm_sms", 0), ("gemm_spare_sms", 0), ("max_tokens_per_rank", 0)):
-            self._require(getattr(self, name) >= least, name, f"{least} or more")
+            self._require(is_whole(getattr(self, name), least), name, f"a whole number, {least} or more")
         self._require(self.save_dispatched in SAVE_DISPATCHED, "save_dispatched", ", ".join(SAVE_DISPATCHED))
         self._require(self.recompute in RECOMPUTE, "recompute", ", ".join(RECOMPUTE))
         self._require(not (self.release and self.delay_wgrad), "release", "True with delay_wgrad=False alone")

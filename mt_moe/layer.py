@@ -244,7 +244,8 @@ class MoELayer(nn.Module):
             self.buffer.__exit__(kind, error, trace)
         self.close()
 
-    def _check(self, x: Tensor, token_mask: Tensor | None, aux_losses: list[Tensor] | None) -> None:
+    def check_tokens(self, x: Tensor) -> None:
+        """Refuses tokens of another width or dtype than the weights, before anything is sent."""
         if x.dim() < 1 or x.shape[-1] != self.config.hidden:
             raise UsageError(
                 f"x of shape {list(x.shape)}", allowed=f"[..., {self.config.hidden}]", fix="pass tokens of width hidden"
@@ -255,6 +256,9 @@ class MoELayer(nn.Module):
                 allowed="one dtype",
                 fix="build MoELayer(..., dtype=) for the dtype of its tokens, or pass x.to(dtype)",
             )
+
+    def _check(self, x: Tensor, token_mask: Tensor | None, aux_losses: list[Tensor] | None) -> None:
+        self.check_tokens(x)
         if token_mask is not None and (token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool):
             raise UsageError(
                 f"token_mask {token_mask.dtype} of shape {list(token_mask.shape)}",

@@ -204,6 +204,13 @@ class MoERun(_Run):
     def _attention_part(self, x: Tensor) -> Sequence[Tensor]:
         moe = self._moe
         residual, inner = super()._attention_part(x)
+        moe.check_tokens(inner)
+        if torch.is_autocast_enabled(x.device.type):
+            raise UsageError(
+                "a pair of microbatches under autocast",
+                allowed="without",
+                fix="build the layers in the dtype of tokens",
+            )
         tokens = inner.reshape(-1, moe.config.hidden)
         to_dispatch, to_router, to_shared = fan_out(tokens, 3)
         routing = moe.router(to_router)

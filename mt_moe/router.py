@@ -101,6 +101,9 @@ class Router(nn.Module):
             x: any float dtype; scores are computed in fp32, or fp64 if x is.
             token_mask: bool [num_tokens]; a token with False goes nowhere and gets a zero output.
         """
+        if torch.is_autocast_enabled(x.device.type):  # it would round the logits
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x, token_mask)
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = gate_logits(x, self.weight, torch.promote_types(wide, ROUTER_DTYPES[config.router_dtype]))

@@ -233,6 +233,12 @@ def test_mistakes(alone) -> None:
         one.overlapped_forward_backward(one, [x], None, [], other, one(x).sum(), None, None)
     with pytest.raises(UsageError, match="2 inputs"):
         one(x, x)
+    routed = stage("m", alone, PLAIN, 0)
+    with pytest.raises(UsageError, match="under autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
+        routed(x)
+    wide = OverlapLayer(Attention(False), MoELayer(PLAIN, buffer=alone, dtype=torch.float64))
+    with pytest.raises(UsageError, match=r"x of torch\.float32 and weights of torch\.float64"):
+        OverlapStage([wide])(x)
     y = one(x)
     y.sum().backward(retain_graph=True)
     with pytest.raises(UsageError, match="a second backward"):

@@ -222,8 +222,10 @@ def test_sizes_of_chunks() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UsageError, match="num_chunks = 0; allowed: 1 or more"):
+    with pytest.raises(UsageError, match=r"num_chunks = 0; allowed: a whole number, 1 or more"):
         DataPath(num_chunks=0)
+    with pytest.raises(UsageError, match=r"num_chunks = 1\.5; allowed: a whole number"):
+        DataPath(num_chunks=1.5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="save_dispatched = 'slot'; allowed: keep, copy, redispatch"):
         DataPath(save_dispatched="slot")
     with pytest.raises(UsageError, match="release = True; allowed: True with delay_wgrad=False alone"):

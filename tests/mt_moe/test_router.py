@@ -58,6 +58,9 @@ def test_types_and_shapes() -> None:
     x = torch.randn(64, BASE.hidden, dtype=torch.bfloat16)
     wide = x.float() @ router.weight.detach().float().t()
     torch.testing.assert_close(router(x).logits.detach(), wide, rtol=1e-6, atol=1e-6)
+    exact = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(one, other) for one, other in zip(router(x), exact, strict=True))
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:
@@ -177,7 +180,10 @@ def test_balance_loss_is_the_papers(score: str) -> None:
         ({"num_groups": 8, "num_topk_groups": 1}, "at most 2, the experts of num_topk_groups"),
         ({"score": "tanh"}, "score = 'tanh'; allowed: sigmoid or softmax"),
         ({"activation": "swish"}, "silu, gelu, relu"),
-        ({"hidden": 0}, "hidden = 0; allowed: 1 or more; change hidden in MoEConfig"),
+        ({"hidden": 0}, "hidden = 0; allowed: a whole number, 1 or more; change hidden in MoEConfig"),
+        ({"num_topk": 2.0}, "num_topk = 2.0; allowed: a whole number, 1 or more"),
+        ({"ffn": True}, "ffn = True; allowed: a whole number"),
+        ({"latent": "8"}, "latent = '8'; allowed: a whole number, 0 or more"),
         ({"bias_update_rate": -1.0}, "0 or more"),
         ({"router_dtype": "bf16"}, "router_dtype = 'bf16'; allowed: fp32 or fp64"),
         ({"load_balancing": "sinkhorn"}, "seq_aux_loss or aux_loss or global_aux_loss"),
