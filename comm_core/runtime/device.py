@@ -78,8 +78,8 @@ _SEARCHED = ("musa", "cuda")
 # What has been run where; the doctor prints it.
 STATUS = {
     "cpu": "verified: every test runs on CPU processes with gloo",
-    "cuda": "verified on two H200 of one host: over NCCL, and EP kernels of our own over NVLink with 2 ranks and with 8, "
-    "four sharing a device",
+    "cuda": "verified on two H200 of one host: over NCCL, and EP kernels of our own over NVLink with 2 ranks, "
+    "and with 8, four sharing a device",
     "musa": "prepared, not verified on hardware: torch_musa with MCCL, run over a double of it on the CPU alone",
 }
 
