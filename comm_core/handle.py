@@ -64,7 +64,8 @@ class EPHandle:
         event: complete when the counts are there.
         static_bound: num_max_tokens_per_rank of a dispatch without a host wait (do_cpu_sync=False), else 0. Where it is
             set, received tensors have the rows of the worst case, numbers of rows here are theirs, and what lies behind
-            the real rows (the last value of psum_num_recv_tokens_per_scaleup_rank) is -1 for ids, else 0.
+            the real rows (the last value of psum_num_recv_tokens_per_scaleup_rank) is -1 for ids, else 0; behind
+            expanded rows only with do_zero_padding.
         lanes: the same routing with each lane as a token of its own, for combine in a single reduction; else None.
     """
 

@@ -39,7 +39,7 @@ class DataPath:
         comm_sms: multiprocessors of dispatch and combine, 0 for automatic.
         gemm_spare_sms: multiprocessors that the products of the experts leave to what runs beside them.
         max_tokens_per_rank: where not 0, shapes are those of the worst case for this many tokens a rank, the host waits
-            for nothing, and forward and backward can be captured in a graph.
+            for nothing, as capturing forward and backward in a graph needs (a test for devices does; not run yet).
 
     Raises:
         UsageError: a value that can not work.

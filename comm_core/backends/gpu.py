@@ -325,7 +325,6 @@ class GpuBackend:
             dtype=_DTYPES.index(job.x.dtype),
             weight_words=words,
             num_ranks=self.num_ranks,
-            threads=_COMBINE_THREADS,
         )
         return rows, weights, ring.address(rows), lay
 

@@ -181,7 +181,6 @@ struct MtReduceCall {
   int32_t weight_words;
   int32_t num_ranks;
   int32_t num_sms;
-  int32_t threads;
 };
 
 // Offsets into the blocks segment of a rank, which the low-latency calls use: two places in turn, p = number % 2. Tagged

@@ -67,7 +67,7 @@ CombineCall = _struct(
 )  # fmt: skip
 ReduceCall = _struct(
     "ReduceCall", layout=Layout, **_pointers("x", "rows", "weights", "lane_weights"),
-    hidden=_I32, dtype=_I32, weight_words=_I32, num_ranks=_I32, num_sms=_I32, threads=_I32,
+    hidden=_I32, dtype=_I32, weight_words=_I32, num_ranks=_I32, num_sms=_I32,
 )  # fmt: skip
 BlocksPlaces = _struct(
     "BlocksPlaces",
